@@ -1,0 +1,265 @@
+"""A whole Debian machine to try the package on: systemd, NUMA, cpufreq, PCI hotplug.
+
+QEMU emulates it in software (no KVM, no GPU, no network), so it runs anywhere: several NUMA nodes, a real acpi-cpufreq
+driver (its P-states come from an ACPI table made here), cgroup v2 under a real systemd, and display-class PCI devices
+that can be plugged into, and pulled from, a root port of any NUMA node while the machine runs.
+
+    with Machine(image.build("bookworm")) as machine:
+        machine.put("dist/torchtuned.deb")          # appears as /mnt/testbed/torchtuned.deb
+        machine.check("apt-get install -y /mnt/testbed/torchtuned.deb")
+        machine.login("alice", "torchtuned-run python3 train.py")
+        machine.power_cut(); machine.boot()         # the disk keeps what had reached it
+
+    machine.py [--suite S] [--deb X.deb ...] run SCRIPT     # a bash script as root
+    machine.py [--suite S] [--deb X.deb ...] shell          # a root shell on the serial console (needs socat)
+
+Needs, from Debian: qemu-system-x86 qemu-utils acpica-tools, and what image.py needs. A boot takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+import image
+
+SHARE = "/mnt/testbed"
+
+
+class MachineError(Exception):
+    """The machine itself, not what runs in it, did not do what it should."""
+
+
+def pstate_table(folder: Path, cpus: int) -> Path:
+    """Compile an ACPI table that gives every CPU three P-states, so acpi-cpufreq binds."""
+    body = ['DefinitionBlock ("", "SSDT", 2, "TESTBD", "PSTATES", 1) {']
+    body += [f"External (\\_SB.CPUS.C{cpu:03X}, ProcessorObj)" for cpu in range(cpus)]
+    mhz_mw = [(3000, 100000), (2000, 60000), (1000, 20000)]
+    states = ", ".join(f"Package () {{ {mhz}, {mw}, 10, 10, {i}, {i} }}" for i, (mhz, mw) in enumerate(mhz_mw))
+    port = "ResourceTemplate () { Register (SystemIO, 8, 0, 0x80) }"
+    for cpu in range(cpus):
+        body.append(
+            f"Scope (\\_SB.CPUS.C{cpu:03X}) {{ Name (_PCT, Package () {{ {port}, {port} }}) "
+            f"Name (_PSS, Package () {{ {states} }}) Name (_PPC, 0) }}"
+        )
+    body.append("}")
+    source = folder / "pstates.asl"
+    source.write_text("\n".join(body))
+    subprocess.run(["iasl", "-p", folder / "pstates", source], check=True, capture_output=True)
+    return folder / "pstates.aml"
+
+
+class Machine:
+    """One emulated machine. Its disk is a throw-away overlay that survives power_cut()."""
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        nodes: int = 4,
+        cpus_per_node: int = 2,
+        gpu_slots: int = 2,
+        node_mib: int = 768,
+        cpufreq: bool = True,
+        boot_timeout_s: float = 600,
+    ) -> None:
+        """gpu_slots: PCI root ports per node; node_mib: memory of each node in MiB."""
+        self.base, self.nodes, self.cpus_per_node, self.gpu_slots = base, nodes, cpus_per_node, gpu_slots
+        self.node_mib, self.cpufreq, self.boot_timeout_s = node_mib, cpufreq, boot_timeout_s
+        self.dir = Path(tempfile.mkdtemp(prefix="torchtuned-vm-"))
+        self.share = self.dir / "share"
+        self.share.mkdir()
+        self.disk = self.dir / "disk.qcow2"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._agent: socket.socket | None = None
+        self._count = 0
+        subprocess.run(
+            ["qemu-img", "create", "-q", "-f", "qcow2", "-F", "raw", "-b", base / "disk.img", self.disk], check=True
+        )
+
+    def __enter__(self) -> Machine:
+        try:
+            self.boot()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the machine and forget its disk."""
+        self.power_cut()
+        shutil.rmtree(self.dir, ignore_errors=True)
+
+    def boot(self) -> float:
+        """Start the machine and wait until its agent answers; returns the seconds that took."""
+        start = time.monotonic()
+        with open(self.dir / "qemu.log", "w") as log:
+            self._process = subprocess.Popen(
+                self._command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log
+            )
+        self._agent = self._connect("agent")
+        if self._answer(self.boot_timeout_s) != "ready":
+            raise MachineError("the machine did not come up: " + (self.dir / "qemu.log").read_text())
+        seconds = time.monotonic() - start
+        print(f"# {self.base.name} up after {seconds:.0f} s", file=sys.stderr, flush=True)
+        return seconds
+
+    def power_cut(self) -> None:
+        """Pull the plug: what the guest had not yet written is lost."""
+        if self._agent:
+            self._agent.close()
+            self._agent = None
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def reboot(self, timeout_s: float = 300) -> float:
+        """Reboot in an orderly way; returns the seconds from start to agent, as boot() does."""
+        self.check("systemctl --no-block reboot")
+        if not self._process:
+            raise MachineError("the machine is off")
+        self._process.wait(timeout_s)
+        self.power_cut()
+        return self.boot()
+
+    def put(self, *files: Path) -> None:
+        """Show files in the machine, under /mnt/testbed."""
+        for file in files:
+            shutil.copy(file, self.share / file.name)
+
+    def sh(self, script: str, timeout_s: float = 600) -> tuple[int, str]:
+        """Run a bash script as root in the machine; returns its exit status and its output (both streams)."""
+        if not self._agent:
+            raise MachineError("the machine is off")
+        self._count += 1
+        number = self._count
+        (self.share / f".cmd-{number}").write_text(script + "\n")
+        self._agent.sendall(f"{number}\n".encode())
+        answer = self._answer(timeout_s).split()
+        if answer[0] != str(number):
+            raise MachineError(f"out of step: {answer} for command {number}")
+        return int(answer[1]), (self.share / f".out-{number}").read_text(errors="replace")
+
+    def check(self, script: str, timeout_s: float = 600) -> str:
+        """Run a script that must succeed; returns its output."""
+        status, output = self.sh(script, timeout_s)
+        if status:
+            raise AssertionError(f"exit {status} from: {script}\n{output}")
+        return output
+
+    def login(self, user: str, script: str, timeout_s: float = 600) -> str:
+        """Run a script that must succeed in a new login session of a user (its own session-N.scope)."""
+        return self.check(f"ssh {user}@localhost {shlex.quote(script)}", timeout_s)
+
+    def plug_gpu(self, name: str, *, node: int, slot: int = 0) -> None:
+        """Hot-plug a display controller (PCI class 0380, vendor 1234) into a root port of a node."""
+        self._monitor(f"device_add secondary-vga,id={name},bus=slot{node}.{slot}")
+
+    def unplug_gpu(self, name: str) -> None:
+        """Press the attention button; the guest lets the device go within about 5 s."""
+        self._monitor(f"device_del {name}")
+
+    def _monitor(self, command: str) -> str:
+        with self._connect("monitor") as link:
+            link.settimeout(2)
+            link.sendall(command.encode() + b"\n")
+            time.sleep(0.5)
+            return link.recv(65536).decode(errors="replace")
+
+    def _connect(self, name: str) -> socket.socket:
+        link = socket.socket(socket.AF_UNIX)
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                link.connect(str(self.dir / name))
+                return link
+            except OSError as error:
+                if self._process is None or self._process.poll() is not None:
+                    raise MachineError("qemu ended: " + (self.dir / "qemu.log").read_text()) from error
+                if time.monotonic() > deadline:
+                    raise MachineError(f"no socket {name}: {error}") from error
+                time.sleep(0.1)
+
+    def _answer(self, timeout_s: float) -> str:
+        if not self._agent:
+            raise MachineError("the machine is off")
+        self._agent.settimeout(timeout_s)
+        data = b""
+        while not data.endswith(b"\n"):
+            got = self._agent.recv(1)
+            if not got:
+                raise MachineError("the machine went away")
+            data += got
+        return data.decode().strip()
+
+    def _command(self) -> list[str]:
+        cpus = self.nodes * self.cpus_per_node
+        line = ["qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi"]
+        # acpi-cpufreq refuses QEMU's default AMD family 15; this model number is only a label.
+        line += ["-cpu", "max,vendor=GenuineIntel,family=6,model=85,stepping=4"]
+        line += ["-m", f"{self.nodes * self.node_mib}M", "-smp", f"{cpus},sockets={self.nodes}"]
+        line += ["-display", "none", "-vga", "none", "-net", "none", "-no-reboot"]
+        for node in range(self.nodes):
+            first = node * self.cpus_per_node
+            span = f"{first}-{first + self.cpus_per_node - 1}"
+            line += ["-object", f"memory-backend-ram,id=m{node},size={self.node_mib}M"]
+            line += ["-numa", f"node,nodeid={node},cpus={span},memdev=m{node}"]
+            line += ["-device", f"pxb-pcie,id=pxb{node},bus_nr={0x20 * (node + 1)},numa_node={node},bus=pcie.0"]
+            for slot in range(self.gpu_slots):
+                number = node * 16 + slot + 1
+                port = f"id=slot{node}.{slot},bus=pxb{node},chassis={number},slot={number}"
+                line += ["-device", f"pcie-root-port,{port}"]
+        if self.cpufreq:
+            line += ["-acpitable", f"file={pstate_table(self.dir, cpus)}"]
+        line += ["-kernel", str(self.base / "vmlinuz"), "-initrd", str(self.base / "initrd")]
+        line += ["-append", "root=/dev/vda rw console=ttyS0 quiet"]
+        line += ["-drive", f"file={self.disk},if=none,id=disk,format=qcow2,cache=unsafe"]
+        line += ["-device", "virtio-blk-pci,drive=disk,bus=pcie.0"]
+        line += ["-fsdev", f"local,id=share,path={self.share},security_model=none"]
+        line += ["-device", "virtio-9p-pci,fsdev=share,mount_tag=testbed,bus=pcie.0"]
+        line += ["-device", "virtio-serial-pci,bus=pcie.0"]
+        line += ["-chardev", f"socket,id=agent,path={self.dir / 'agent'},server=on,wait=off"]
+        line += ["-device", "virtserialport,chardev=agent,name=testbed"]
+        line += ["-monitor", f"unix:{self.dir / 'monitor'},server=on,wait=off"]
+        line += ["-serial", f"unix:{self.dir / 'console'},server=on,wait=off"]
+        return line
+
+
+def main() -> int:
+    """Run a script, or a shell, in a fresh machine."""
+    parser = argparse.ArgumentParser(description="a fresh emulated machine")
+    parser.add_argument("--suite", default="bookworm", choices=image.SUITES)
+    parser.add_argument("--deb", action="append", default=[], type=Path)
+    parser.add_argument("--no-cpufreq", action="store_true")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("run").add_argument("script", type=Path)
+    verbs.add_parser("shell")
+    options = parser.parse_args()
+    with Machine(image.build(options.suite), cpufreq=not options.no_cpufreq) as machine:
+        machine.put(*options.deb)
+        for deb in options.deb:
+            print(machine.check(f"apt-get install -y {SHARE}/{deb.name}"))
+        if options.verb == "shell":
+            console = f"UNIX-CONNECT:{machine.dir / 'console'}"
+            return subprocess.call(["socat", "STDIO,raw,echo=0,escape=0x1d", console])
+        status, output = machine.sh(options.script.read_text(), 3600)
+        print(output, end="")
+        return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
