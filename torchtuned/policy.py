@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Outcome(StrEnum):
@@ -16,11 +21,15 @@ class Outcome(StrEnum):
     DRIFTED = "drifted"
 
 
+DEGRADING = frozenset({Outcome.DENIED, Outcome.FAILED})
+"""Outcomes that mean the policy is not in force although nobody else decided so."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of a plan: what a knob is, what it should be, and what became (or would become) of it.
 
-    `source` is where the wish comes from: FILE:LINE, or the profile's.
+    `source` is where the wish comes from: FILE:LINE, or the profile's. For a foreign knob it is the owner's FILE:LINE.
     """
 
     knob: str
@@ -29,3 +38,119 @@ class Row:
     outcome: Outcome
     reason: str
     source: str
+
+
+class Kind(StrEnum):
+    EXACT = "exact"
+    FLOOR = "floor"
+    CEILING = "ceiling"
+    PREFER = "prefer"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A wanted value as the configuration writes it: `10`, `>=4096`, `<=10`, `performance|schedutil`, `keep`."""
+
+    kind: Kind
+    choices: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.choices[0] if self.choices else ""
+
+    def __str__(self) -> str:
+        if self.kind is Kind.KEEP:
+            return "keep"
+        return {Kind.FLOOR: ">=", Kind.CEILING: "<="}.get(self.kind, "") + "|".join(self.choices)
+
+
+KEEP = Value(Kind.KEEP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the configuration wants of one knob, or of all knobs that a pattern names ("cpu/*/governor").
+
+    `when` is "boot" (always) or "jobs" (while a job runs, then given back); `match` narrows block devices.
+    """
+
+    knob: str
+    value: Value
+    when: str = "boot"
+    source: str = ""
+    match: Mapping[str, str] = field(default=NOTHING)
+
+
+def parse_value(text: str) -> Value:
+    """Read a wanted value. ValueError says what is wrong with it."""
+    text = " ".join(text.split())
+    if not text:
+        raise ValueError("no value given; write 'keep' to leave the knob alone")
+    if text == "keep":
+        return KEEP
+    for sign, kind in ((">=", Kind.FLOOR), ("<=", Kind.CEILING)):
+        if text.startswith(sign):
+            numbers = text[2:].split()
+            if not numbers or not all(_is_number(number) for number in numbers):
+                raise ValueError(f"{sign} needs a whole number, not {text[2:].strip()!r}")
+            return Value(kind, (" ".join(numbers),))
+    if text[0] in "<>=":
+        raise ValueError(f"cannot read {text!r}; a floor is written >=N, a ceiling <=N")
+    choices = tuple(choice.strip() for choice in text.split("|"))
+    if not all(choices):
+        raise ValueError(f"empty choice in {text!r}")
+    if "keep" in choices:
+        raise ValueError("'keep' stands alone; it cannot be one of several choices")
+    return Value(Kind.PREFER if len(choices) > 1 else Kind.EXACT, choices)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to write, in order of preference; empty `targets` means leave it, for `reason`."""
+
+    targets: tuple[str, ...]
+    reason: str
+    outcome: Outcome = Outcome.KEPT
+
+
+def decide(value: Value, current: str, choices: Sequence[str] | None = None, *, capacity: bool = False) -> Decision:
+    """Say what a knob that is now `current` should become.
+
+    `choices` are the values this machine offers, None when the kernel does not list them. A `capacity`
+    is a limit that only ever goes up: an exact number for it is read as a floor.
+    """
+    kind = value.kind
+    if kind is Kind.KEEP:
+        return Decision((), "keep")
+    if capacity and kind is Kind.EXACT and all(map(_is_number, f"{value.text} {current}".split())):
+        kind = Kind.FLOOR
+    if kind in (Kind.FLOOR, Kind.CEILING):
+        return _bound(value.text, current, kind)
+    if choices is None:
+        offered = value.choices
+    else:
+        offered = tuple(choice for choice in value.choices if choice in choices)
+    if not offered:
+        listed = " ".join(choices or ()) or "nothing"
+        return Decision((), f"not offered here; the kernel offers {listed}", Outcome.UNSUPPORTED)
+    if current == offered[0]:
+        return Decision((), "already so")
+    return Decision(offered, "" if offered[0] == value.choices[0] else f"{value.choices[0]} is not offered here")
+
+
+def _bound(text: str, current: str, kind: Kind) -> Decision:
+    asked, have = text.split(), current.split()
+    if len(asked) != len(have) or not all(map(_is_number, have)):
+        return Decision((), f"cannot compare {current!r} with {text!r}", Outcome.FAILED)
+    better = max if kind is Kind.FLOOR else min
+    result = [better(int(a), int(b)) for a, b in zip(asked, have, strict=True)]
+    if result == [int(number) for number in have]:
+        if asked == have:
+            return Decision((), "already so")
+        return Decision((), f"already {'higher' if kind is Kind.FLOOR else 'lower'}")
+    return Decision((" ".join(map(str, result)),), "")
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?[0-9]{1,20}", text) is not None

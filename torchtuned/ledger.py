@@ -1,0 +1,187 @@
+"""The write-ahead record of original values, in /run: what undo works from, whatever killed the daemon.
+
+An entry is on disk before its knob is touched and leaves the disk after its knob has been given back.
+/run is empty after a reboot, as the kernel's values are; the boot id covers a ledger kept elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torchtuned.errors import Failed
+
+VERSION = 1
+DEFAULT_PATH = "/run/torchtuned/ledger.json"
+
+
+class State(StrEnum):
+    """How far a change has come. Each is on disk before the step that it names."""
+
+    PENDING = "pending"
+    WRITTEN = "written"
+    UNDOING = "undoing"
+    DRIFTED = "drifted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Companion:
+    """Another file that the kernel changes along with a knob, such as vm.dirty_ratio with vm.dirty_bytes.
+
+    `after` is its value once the knob was written; None when that is not known.
+    """
+
+    path: str
+    original: str
+    after: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One knob that we changed: what it was, what we wrote, why, and since when (seconds since 1970).
+
+    `refused` counts how often the kernel would not take the original back.
+    """
+
+    knob: str
+    original: str
+    written: str
+    when: str = "boot"
+    source: str = ""
+    since: float = 0.0
+    state: State = State.PENDING
+    companions: tuple[Companion, ...] = ()
+    refused: int = 0
+
+
+class Ledger:
+    """The file of entries, in the order in which the knobs were first changed.
+
+    Use it inside `locked()`, which keeps out every other process and re-reads what one may have changed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] = DEFAULT_PATH, *, boot_id: str = "") -> None:
+        self.path = Path(path)
+        self.boot_id = boot_id
+        self._entries: dict[str, Entry] = {}
+        self._seen: tuple[int, int, int] | None = None
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self._entries
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the ledger for one operation. Failed when it cannot be had or cannot be read.
+
+        The lock is on the folder, so that a full /run does not keep anybody from undoing.
+        """
+        try:
+            self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._failed("cannot use the folder of the ledger", error) from error
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self._load()
+            yield
+        finally:
+            os.close(folder)
+
+    def peek(self) -> None:
+        """Read the entries without the lock, to look only. Who may not read the file sees none."""
+        try:
+            self._load()
+        except Failed as failed:
+            if not isinstance(failed.__cause__, PermissionError):
+                raise
+
+    def save(self, entries: Mapping[str, Entry]) -> None:
+        """Replace all entries, on disk first. On Failed nothing has changed, in memory or on disk."""
+        if dict(entries) == self._entries:
+            return
+        try:
+            if entries:
+                self._write(entries)
+            else:
+                self.path.unlink(missing_ok=True)  # works on a full disk, too
+        except OSError as error:
+            raise self._failed("cannot write the ledger", error) from error
+        self._seen = self._stamp()
+        self._entries = dict(entries)
+
+    def _write(self, entries: Mapping[str, Entry]) -> None:
+        document = {"version": VERSION, "boot_id": self.boot_id, "entries": [asdict(e) for e in entries.values()]}
+        temporary = self.path.with_suffix(".new")  # a fixed name: a killed writer leaves one file, not many
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _load(self) -> None:
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        if stamp is None:
+            self._entries, self._seen = {}, None
+            return
+        try:
+            entries = _decode(json.loads(self.path.read_text(encoding="utf-8")), self.boot_id)
+        except OSError as error:
+            raise self._failed("cannot read the ledger", error) from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise Failed(
+                f"the ledger cannot be read ({error}), so the original values are not known",
+                where=str(self.path),
+                hint="nothing is changed until you remove that file; what the machine has then counts as original",
+            ) from error
+        self._entries, self._seen = entries, stamp
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._failed("cannot read the ledger", error) from error
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+    def _failed(self, what: str, error: OSError) -> Failed:
+        hint = ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "free some space there: df -h " + str(self.path.parent)
+        elif error.errno in (errno.EACCES, errno.EPERM):
+            hint = "this needs root"
+        return Failed(f"{what}: {error.strerror or error}", where=str(self.path), hint=hint)
+
+
+def _decode(document: Any, boot_id: str) -> dict[str, Entry]:
+    if document["version"] != VERSION:
+        raise ValueError(f"version {document['version']}, this torchtuned knows {VERSION}")
+    if boot_id and document["boot_id"] and document["boot_id"] != boot_id:
+        return {}  # another boot's values went with it
+    entries = {}
+    for fields in document["entries"]:
+        companions = tuple(Companion(**companion) for companion in fields["companions"])
+        entry = replace(Entry(**fields), companions=companions, state=State(fields["state"]))
+        if not all(isinstance(text, str) for text in (entry.knob, entry.original, entry.written)):
+            raise ValueError(f"entry of {entry.knob!r} is not text")
+        entries[entry.knob] = entry
+    return entries
