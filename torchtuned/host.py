@@ -1,0 +1,129 @@
+"""The only door to /sys, /proc and /dev.
+
+Everything that reads or writes the machine goes through `Host(root)`, so a test, `--sysroot` or the replay of a bug
+report can put a folder in the machine's place. Missing, unreadable and refused are three different errors, because
+they mean three different outcomes: the feature is not there, it is kept from us, or the value was not taken.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from torchtuned.cpuset import CpuSet, parse_list
+from torchtuned.errors import Missing, Refused, Unreadable
+
+# ESRCH and ENODEV: the process or device went away between open and read, which is the same as not being there
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESRCH, errno.ENODEV, errno.ENXIO, errno.ELOOP})
+_CHUNK = 65536
+
+
+class Host:
+    """A machine: the real one, or a folder that stands for one. `real` tells which.
+
+    Paths are absolute, as on the machine ("/sys/devices/system/cpu/online").
+    """
+
+    def __init__(self, root: str | os.PathLike[str] = "/") -> None:
+        self.root = Path(root)
+        self.real = os.path.realpath(root) == "/"
+        self._prefix = "" if self.real else os.fspath(root).rstrip("/")
+
+    def read(self, path: str) -> str:
+        """The file's text without trailing white space and NUL bytes. Missing, Unreadable."""
+        try:
+            fd = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                data = os.read(fd, _CHUNK)
+                while data and (more := os.read(fd, _CHUNK)):
+                    data += more
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise self._unread(path, error) from None
+        return data.decode("utf-8", "replace").rstrip(" \t\r\n\0")
+
+    def read_int(self, path: str) -> int:
+        """The file's content as a decimal number. Missing; Unreadable also when it is not a number."""
+        text = self.read(path)
+        try:
+            return int(text)
+        except ValueError:
+            raise Unreadable(f"not a number: {text[:40]!r}", where=path) from None
+
+    def cpus(self, path: str) -> CpuSet:
+        """The file's content as a CPU list ("0-3,8"). Missing; Unreadable also when it is not a list."""
+        try:
+            return parse_list(self.read(path))
+        except ValueError as error:
+            raise Unreadable(str(error), where=path) from None
+
+    def exists(self, path: str) -> bool:
+        """Whether the path leads to something (a dangling link does not)."""
+        return os.path.exists(self._prefix + path)
+
+    def list(self, path: str) -> list[str]:
+        """The sorted names in a directory; none if it is not there. Unreadable."""
+        try:
+            return sorted(os.listdir(self._prefix + path))
+        except OSError as error:
+            if error.errno in _GONE:
+                return []
+            raise self._unread(path, error) from None
+
+    def link(self, path: str) -> str:
+        """What a symbolic link says, unresolved. Missing (also when it is no link), Unreadable."""
+        try:
+            return os.readlink(self._prefix + path)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                raise Missing("not a link", where=path, errno=errno.EINVAL) from None
+            raise self._unread(path, error) from None
+
+    def write(self, path: str, value: str) -> None:
+        """Give the file a value with one write(2); the file is never created or truncated. Missing, Refused.
+
+        A second write for the rest of a value would be a second value to the kernel, so a short write is a refusal.
+        """
+        data = value.encode()
+        try:
+            fd = os.open(self._prefix + path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                written = os.write(fd, data)
+                if not self.real and stat.S_ISREG(os.fstat(fd).st_mode):
+                    os.ftruncate(fd, written)  # a plain file keeps the tail of a longer value, a kernel file does not
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise Missing(_words(error), where=path, errno=error.errno or 0) from None
+            raise Refused(f"{_words(error)} on writing {value!r}", where=path, errno=error.errno or 0) from None
+        if written != len(data):
+            raise Refused(f"only {written} of {len(data)} bytes of {value!r} were taken", where=path)
+
+    def hold(self, path: str, data: bytes) -> int:
+        """Open a file whose setting lasts as long as it stays open (/dev/cpu_dma_latency), write, and return the
+        descriptor. Missing, Refused.
+        """
+        try:
+            fd = os.open(self._prefix + path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, data)
+            except OSError:
+                os.close(fd)
+                raise
+        except OSError as error:
+            kind = Missing if error.errno in _GONE else Refused
+            raise kind(_words(error), where=path, errno=error.errno or 0) from None
+        return fd
+
+    @staticmethod
+    def _unread(path: str, error: OSError) -> Missing | Unreadable:
+        kind = Missing if error.errno in _GONE else Unreadable
+        return kind(_words(error), where=path, errno=error.errno or 0)
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
