@@ -57,7 +57,12 @@ def parse_mask(text: str) -> CpuSet:
         bits = int(digits, 16)
     except ValueError:
         raise ValueError(f"not a CPU mask: {text.strip()!r}") from None
-    return frozenset(i for i in range(bits.bit_length()) if bits >> i & 1)
+    cpus = []
+    while bits:  # by set bits, not by all bits: a machine of 4,096 CPUs has thousands of masks with two bits each
+        low = bits & -bits
+        cpus.append(low.bit_length() - 1)
+        bits ^= low
+    return frozenset(cpus)
 
 
 def to_bytes(cpus: Iterable[int]) -> bytes:

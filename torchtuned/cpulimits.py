@@ -1,0 +1,168 @@
+"""What a process may use: its affinity, the cpuset of its cgroup, and CPU quotas all the way up the tree.
+
+The kernel keeps a task's affinity inside its cpuset, so on the real machine /proc/PID/status says both at once. A
+folder that stands for a machine has no tasks: there its cpuset files speak, found as hwloc finds them (/proc/mounts
+names the hierarchy, /proc/self/cgroup or /proc/self/cpuset the place in it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtuned.cpuset import CpuSet, parse_list
+from torchtuned.errors import HostError
+from torchtuned.host import Host
+
+_WHAT = ("cpus", "mems")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """`affinity` (empty: not known), `cpu_max` in whole CPUs, and the path of the v2 cgroup ("" without one)."""
+
+    affinity: CpuSet
+    memory_nodes: CpuSet = frozenset()
+    cpu_max: int | None = None
+    cgroup: str = ""
+
+
+@dataclass(frozen=True)
+class _Mount:
+    kind: str
+    point: str
+    root: str
+    controllers: frozenset[str]
+
+
+def limits(host: Host, pid: int) -> Limits:
+    """The limits of one process; on a folder without such a process, what its cgroup files say. Never fails:
+    a process that is gone has no limits that anybody could tell.
+    """
+    status = _status(host, f"/proc/{pid}")
+    mounts = _mounts(host)
+    places = _places(host, f"/proc/{pid}" if host.real or status else "/proc/self")
+    affinity, nodes = status.get("Cpus_allowed_list"), status.get("Mems_allowed_list")
+    if affinity is None:
+        affinity, nodes = _cpuset(host, mounts, places)
+    return Limits(
+        affinity=affinity or frozenset(),
+        memory_nodes=nodes or frozenset(),
+        cpu_max=_quota(host, mounts, places),
+        cgroup=places.get("", ""),
+    )
+
+
+def cpuset_of_folder(host: Host) -> tuple[CpuSet | None, CpuSet | None]:
+    """The CPUs and memory nodes that the cpuset files of a folder allow; None for what they do not say."""
+    return _cpuset(host, _mounts(host), _places(host, "/proc/self"))
+
+
+def _status(host: Host, process: str) -> dict[str, CpuSet]:
+    found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):\s*(\S*)", _text(host, f"{process}/status"), re.MULTILINE)
+    return {key: parse_list(value) for key, value in found}
+
+
+def _mounts(host: Host) -> list[_Mount]:
+    """The cgroup hierarchies. mountinfo also tells which part of one is mounted, which matters in containers."""
+    lines = _text(host, "/proc/self/mountinfo").splitlines()
+    if mounts := [_mount(*line.split(" - ")) for line in lines if " - cgroup" in line]:
+        return mounts
+    entries = [line.split() for line in _text(host, "/proc/mounts").splitlines()]
+    mounts = [
+        _Mount(words[2], _octal(words[1]), "/", frozenset(words[3].split(",")))
+        for words in entries
+        if len(words) > 3 and words[2] in ("cgroup", "cgroup2", "cpuset")
+    ]
+    return mounts or [_Mount("cgroup2", "/sys/fs/cgroup", "/", frozenset())]
+
+
+def _mount(before: str, after: str) -> _Mount:
+    left, right = before.split(), after.split()
+    return _Mount(right[0], _octal(left[4]), _octal(left[3]), frozenset(right[2].split(",")))
+
+
+def _octal(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _places(host: Host, process: str) -> dict[str, str]:
+    """The process's place by controller; "" is the v2 hierarchy."""
+    places: dict[str, str] = {}
+    for line in _text(host, f"{process}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        places.update(dict.fromkeys(controllers.split(","), path))
+    if "cpuset" not in places and (place := _text(host, f"{process}/cpuset")):
+        places["cpuset"] = place
+        places.setdefault("", place)
+    return places
+
+
+def _climb(mount: _Mount, path: str) -> Iterator[str]:
+    """The folders of a cgroup and its ancestors. A path outside of what is mounted means that the mount itself is
+    ours, as in a container without a cgroup namespace.
+    """
+    if mount.root != "/":
+        path = path.removeprefix(mount.root) if path.startswith(mount.root) else "/"
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:
+        parts = []
+    for length in range(len(parts), -1, -1):
+        yield "/".join([mount.point, *parts[:length]])
+
+
+def _cpuset(host: Host, mounts: list[_Mount], places: dict[str, str]) -> tuple[CpuSet | None, CpuSet | None]:
+    for mount in sorted(mounts, key=lambda mount: mount.kind == "cgroup2"):  # a v1 cpuset hierarchy has the controller
+        if mount.kind == "cgroup2":
+            place, names = places.get("", "/"), ["cpuset.{}.effective"]
+        elif mount.kind == "cpuset":
+            place, names = places.get("cpuset", "/"), ["effective_{}", "{}"]
+        elif "cpuset" in mount.controllers:
+            place, names = places.get("cpuset", "/"), ["cpuset.effective_{}", "cpuset.{}"]
+        else:
+            continue
+        cpus, nodes = (_first_list(host, mount, place, [name.format(what) for name in names]) for what in _WHAT)
+        return cpus, nodes
+    return None, None
+
+
+def _first_list(host: Host, mount: _Mount, place: str, names: list[str]) -> CpuSet | None:
+    for folder in _climb(mount, place):
+        for name in names:
+            try:
+                if found := host.cpus(f"{folder}/{name}"):
+                    return found
+            except HostError:
+                continue
+    return None
+
+
+def _quota(host: Host, mounts: list[_Mount], places: dict[str, str]) -> int | None:
+    """The smallest quota between the process and the root, in whole CPUs, at least 1."""
+    found: list[int] = []
+    for mount in mounts:
+        if mount.kind == "cgroup2":
+            for folder in _climb(mount, places.get("", "/")):
+                found += _quotient(_text(host, f"{folder}/cpu.max"))
+        elif "cpu" in mount.controllers:
+            for folder in _climb(mount, places.get("cpu", "/")):
+                quota, period = (_text(host, f"{folder}/cpu.cfs_{word}_us") for word in ("quota", "period"))
+                found += _quotient(f"{quota} {period}")
+    return min(found, default=None)
+
+
+def _text(host: Host, path: str) -> str:
+    try:
+        return host.read(path)
+    except HostError:
+        return ""
+
+
+def _quotient(text: str) -> list[int]:
+    """The quota of "200000 100000"; none for "max 100000" and "-1 100000"."""
+    words = text.split()
+    if not words or not words[0].isdecimal():
+        return []
+    period = int(words[1]) if len(words) > 1 and words[1].isdecimal() else 100000
+    return [max(1, int(words[0]) // max(1, period))]
