@@ -1,0 +1,175 @@
+"""Runs the parts of the test suite side by side where that pays, and sums them up; tests/run starts it.
+
+A part is a list of commands. Its output goes to a file, and is shown when something in it fails. pytest says what it
+ran in a JUnit file; a skipped test counts as a failed one, because nobody reads a skip. Every other command counts
+as one test. The last line, alone, is "N passed, N failed".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+TOP = Path(__file__).resolve().parent.parent
+PARTS = ("lint", "unit", "bus", "package", "vm")
+SUITES = ("bookworm", "trixie")
+BIN = Path(sys.executable).parent
+DEB = TOP / "dist/torchtuned.deb"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one part did."""
+
+    passed: int
+    failed: int
+
+
+class Log:
+    """Lines about the parts, from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._start = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        with self._lock:
+            print(f"[{time.monotonic() - self._start:4.0f} s] {text}", flush=True)
+
+
+class Runner:
+    """Runs commands for a part and counts."""
+
+    def __init__(self, folder: Path, log: Log) -> None:
+        self._folder, self._log = folder, log
+
+    def part(self, name: str, *steps: Callable[[Path], Result]) -> Result:
+        """Run the steps one after another, all of them, even when one fails."""
+        output = self._folder / f"{name}.log"
+        start = time.monotonic()
+        self._log(f"{name} …")
+        results = [step(output) for step in steps]
+        total = Result(sum(r.passed for r in results), sum(r.failed for r in results))
+        verdict = f"{name}: {total.passed} passed, {total.failed} failed in {time.monotonic() - start:.0f} s"
+        if total.failed:
+            text = output.read_text(errors="replace")
+            self._log(f"{verdict}\n--- what {name} printed ---\n{text}--- end of {name} ---")
+        else:
+            self._log(verdict)
+        return total
+
+    def command(self, *words: str | Path) -> Callable[[Path], Result]:
+        """Make a step that is one test: the command exits 0."""
+
+        def step(output: Path) -> Result:
+            status = self._run(words, output, {})
+            return Result(1, 0) if status == 0 else Result(0, 1)
+
+        return step
+
+    def pytest(self, name: str, *words: str | Path, **environment: str) -> Callable[[Path], Result]:
+        """Make a step that runs pytest and counts its tests; no test at all is a failure."""
+
+        def step(output: Path) -> Result:
+            report = self._folder / f"{name}.xml"
+            line: list[str | Path] = [BIN / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5"]
+            status = self._run([*line, f"--junitxml={report}", *words], output, environment)
+            if not report.exists():
+                return Result(0, 1)
+            counts = [suite.attrib for suite in ElementTree.parse(report).getroot().iter("testsuite")]
+            ran = sum(int(count["tests"]) for count in counts)
+            bad = sum(int(count[kind]) for count in counts for kind in ("failures", "errors", "skipped"))
+            return Result(max(ran - bad, 0), bad if bad or status == 0 else 1)
+
+        return step
+
+    def _run(self, words: Sequence[str | Path], output: Path, environment: dict[str, str]) -> int:
+        with open(output, "a") as stream:
+            stream.write(f"$ {' '.join(str(word) for word in words)}\n")
+            stream.flush()
+            return subprocess.run(
+                words,
+                cwd=TOP,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            ).returncode
+
+
+def run(parts: Sequence[str], suites: Sequence[str], runner: Runner) -> list[Result]:
+    """Run the parts: first what needs no machine, beside the building of images; then the machines."""
+
+    def packaged() -> list[Result]:
+        results = []
+        if "package" in parts or "vm" in parts:
+            results.append(runner.part("deb", runner.command(TOP / "debian/make-deb", DEB), runner.command(*lintian)))
+        if "package" in parts:
+            results.append(runner.part("build", runner.pytest("build", "tests/package/test_build.py", **deb)))
+            for suite in suites:
+                chroot = runner.pytest(suite, "tests/package/test_chroot.py", **deb, TORCHTUNED_SUITE=suite)
+                results.append(runner.part(f"package-{suite}", chroot))
+        return results
+
+    def sources() -> list[Result]:
+        results = []
+        if "lint" in parts:
+            ruff = runner.command(BIN / "ruff", "check", ".")
+            results.append(runner.part("lint", ruff, runner.command(BIN / "mypy", "--strict", *typed)))
+        if "unit" in parts:
+            others = [f"--ignore=tests/{name}" for name in ("bus", "package", "vm")]
+            results.append(runner.part("unit", runner.pytest("unit", "tests", *others)))
+        if "bus" in parts:
+            results.append(runner.part("bus", runner.pytest("bus", "tests/bus")))
+        return results
+
+    def images() -> list[Result]:
+        if "vm" not in parts:
+            return []
+        return [runner.part("images", runner.command(BIN / "python", "tests/vm/image.py", *suites))]
+
+    def machine(suite: str) -> list[Result]:
+        boot = runner.pytest(f"vm-{suite}", "tests/vm", **deb, TORCHTUNED_SUITE=suite)
+        return [runner.part(f"vm-{suite}", boot)]
+
+    lintian = ("lintian", "--allow-root", "--fail-on", "error,warning,info", "--display-info", DEB)
+    deb = {"TORCHTUNED_DEB": str(DEB)}
+    typed = ("torchtuned", "examples/train.py", "tests/parts.py", "tests/vm", "tests/package")
+    with ThreadPoolExecutor() as pool:
+        first = [pool.submit(chain) for chain in (packaged, sources, images)]
+        results = [result for chain in first for result in chain.result()]
+        if "vm" in parts:
+            results += [result for chain in pool.map(machine, suites) for result in chain]
+    return results
+
+
+def main() -> int:
+    """Run what was asked for; the exit status is 0 when nothing failed."""
+    parser = argparse.ArgumentParser(prog="tests/run", description="install what the tests need, and run them")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
+    parser.add_argument("--suite", choices=SUITES, help="only this Debian release for package and vm")
+    options = parser.parse_args()
+    for part in options.parts:
+        if part not in PARTS:
+            parser.error(f"no part {part}: choose from {', '.join(PARTS)}")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torchtuned-tests-") as folder:
+        runner = Runner(Path(folder), Log())
+        results = run(options.parts or PARTS, [options.suite] if options.suite else SUITES, runner)
+    passed, failed = sum(r.passed for r in results), sum(r.failed for r in results)
+    print(f"whole run: {time.monotonic() - start:.0f} s\n\n{passed} passed, {failed} failed")
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
