@@ -1,0 +1,143 @@
+"""Which physical GPUs a job means by CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. Pure.
+
+CUDA's own reading has rules that cost people their placement: it stops at the first entry that it cannot use,
+"1gpu" counts as 1, naming a GPU twice leaves none at all, and without CUDA_DEVICE_ORDER=PCI_BUS_ID the indexes go
+from the fastest GPU to the slowest, an order that no file tells. So the answer here is a list of PCI addresses, or
+that it is not known and why; binding to a guess would be worse than binding to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtuned.topology import Gpu
+
+NVIDIA = "0x10de"
+PCI_ORDER = "PCI_BUS_ID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """What the variables name. `gpus` are PCI addresses in CUDA's order, or None when that cannot be known.
+
+    `reason` says why it is not known. `note` is for the user where CUDA takes less than was written.
+    `mig` are the MIG devices named: CUDA then sees only those slices of `gpus`.
+    """
+
+    gpus: tuple[str, ...] | None
+    reason: str = ""
+    note: str = ""
+    mig: tuple[str, ...] = ()
+
+
+def meaning(visible: str | None, order: str | None, gpus: Sequence[Gpu]) -> Meaning:
+    """Read the two variables (None: not set) for a machine with these GPUs.
+
+    Where there are NVIDIA GPUs the variables speak of those; without any, of all (ROCm's torch reads them too).
+    """
+    nvidia = [gpu for gpu in gpus if gpu.vendor == NVIDIA]
+    here = sorted(nvidia or gpus, key=pci_key)
+    if visible is not None and visible.startswith("GPU-"):
+        return _by_uuid(_prefixed(visible, "GPU-"), here)
+    if visible is not None and visible.startswith("MIG-"):
+        return _by_mig(_prefixed(visible, "MIG-"), here)
+    indexes, note = (list(range(len(here))), "") if visible is None else _indexes(visible)
+    beyond = next((i for i, index in enumerate(indexes) if index >= len(here)), None)
+    if beyond is not None:
+        note = f"CUDA stops at {indexes[beyond]}: there are {len(here)} GPUs"
+        indexes = indexes[:beyond]
+    if not indexes:
+        return Meaning(gpus=(), note=note)
+    if any(gpu.mig for gpu in here):
+        return Meaning(
+            gpus=None,
+            note=note,
+            reason="a GPU is divided by MIG, and then indexes name no certain device; name UUIDs (nvidia-smi -L)",
+        )
+    if order != PCI_ORDER and not alike(here):
+        return Meaning(
+            gpus=None,
+            note=note,
+            reason="the GPUs are of different kinds and CUDA counts them fastest first;"
+            " set CUDA_DEVICE_ORDER=PCI_BUS_ID or name UUIDs",
+        )
+    return Meaning(gpus=tuple(here[index].address for index in indexes), note=note)
+
+
+def alike(gpus: Sequence[Gpu]) -> bool:
+    """True when no GPU can be faster than another as far as is known: then CUDA's order is PCI order."""
+    return len({(gpu.vendor, gpu.device, gpu.name) for gpu in gpus}) <= 1
+
+
+def pci_key(gpu: Gpu) -> tuple[int, ...]:
+    """Sort key for PCI order: domains may have more than four digits, so text order would be wrong."""
+    return tuple(int(part, 16) for part in gpu.address.replace(".", ":").split(":"))
+
+
+def _strtoul(text: str) -> int:
+    """The number `text` starts with, or a negative one when it starts with none: CUDA takes "1gpu2" for 1."""
+    sign = text[:1] if text[:1] in ("+", "-") else ""
+    digits = text[len(sign) :]
+    length = next((i for i, char in enumerate(digits) if char not in "0123456789"), len(digits))
+    return int(sign + digits[:length]) if 0 < length <= 9 else -1
+
+
+def _indexes(visible: str) -> tuple[list[int], str]:
+    found: list[int] = []
+    for entry in visible.split(","):
+        index = _strtoul(entry.strip())
+        if index in found:
+            return [], f"{index} is named twice, and CUDA then sees no GPU"
+        if index < 0:
+            rest = entry.strip()
+            return found, f"CUDA stops at {rest!r}" if rest not in ("", "-1") else ""
+        found.append(index)
+    return found, ""
+
+
+def _prefixed(visible: str, prefix: str) -> list[str]:
+    """The leading entries that start with `prefix`; [] when one is there twice."""
+    entries: list[str] = []
+    for entry in visible.split(","):
+        if entry in entries:
+            return []
+        if not entry.startswith(prefix):
+            break
+        entries.append(entry)
+    return entries
+
+
+def _by_uuid(entries: Sequence[str], gpus: Sequence[Gpu]) -> Meaning:
+    if not entries:
+        return Meaning(gpus=(), note="a UUID is named twice, and CUDA then sees no GPU")
+    if not gpus:
+        return Meaning(gpus=())
+    if not all(gpu.uuid for gpu in gpus):
+        return Meaning(gpus=None, reason="the UUIDs of the GPUs here are not known (NVML did not tell them)")
+    chosen: list[str] = []
+    for entry in entries:
+        fits = [gpu.address for gpu in gpus if gpu.uuid.startswith(entry)]
+        if len(fits) != 1:
+            fault = "no GPU has this UUID" if not fits else f"{len(fits)} GPUs fit"
+            return Meaning(gpus=tuple(chosen), note=f"CUDA stops at {entry}: {fault}")
+        if fits[0] in chosen:
+            return Meaning(gpus=(), note=f"{entry} is a GPU named before, and CUDA then sees no GPU")
+        chosen.append(fits[0])
+    return Meaning(gpus=tuple(chosen))
+
+
+def _by_mig(entries: Sequence[str], gpus: Sequence[Gpu]) -> Meaning:
+    """One MIG device: CUDA enumerates no more than one in a process, however many are named."""
+    if not entries:
+        return Meaning(gpus=(), note="a MIG device is named twice, and CUDA then sees no GPU")
+    entry = entries[0]
+    note = "CUDA uses one MIG device per process, the first" if len(entries) > 1 else ""
+    if entry.startswith("MIG-GPU-"):  # drivers before 470: MIG-GPU-UUID/gpu instance/compute instance
+        uuid = entry.removeprefix("MIG-").partition("/")[0]
+        fits = [gpu.address for gpu in gpus if gpu.uuid == uuid]
+    else:
+        fits = [gpu.address for gpu in gpus if entry in gpu.mig]
+    if len(fits) != 1:
+        return Meaning(gpus=None, mig=(entry,), note=note, reason=f"no GPU here is known to have {entry}")
+    return Meaning(gpus=(fits[0],), mig=(entry,), note=note)
