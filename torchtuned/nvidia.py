@@ -1,0 +1,66 @@
+"""What the kernel and nvidia-persistenced show of NVIDIA's devices without the driver being asked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+
+from torchtuned.errors import HostError
+from torchtuned.host import Host
+
+NVIDIA = "0x10de"
+PCI = "/sys/bus/pci/devices"
+GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers; not NVSwitch (0x0680), not the card's audio (0x0403)
+PERSISTENCED = "/run/nvidia-persistenced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """One PCI function of NVIDIA's: a GPU, an NVSwitch, an audio or USB part. `driver` is "" when none is bound."""
+
+    address: str
+    kind: str  # class without the programming interface, such as "0x0302"
+    device: str
+    driver: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind in GPU_CLASSES
+
+
+def functions(host: Host) -> tuple[Function, ...]:
+    """NVIDIA's PCI functions, in PCI order."""
+    found = []
+    for address in host.list(PCI):
+        path = f"{PCI}/{address}"
+        with contextlib.suppress(HostError):  # a device may go while we look
+            if host.read(f"{path}/vendor") == NVIDIA:
+                kind, device = host.read(f"{path}/class")[:6], host.read(f"{path}/device")
+                found.append(Function(address=address, kind=kind, device=device, driver=driver(host, address)))
+    return tuple(sorted(found, key=lambda f: [int(part, 16) for part in f.address.replace(".", ":").split(":")]))
+
+
+def driver(host: Host, address: str) -> str:
+    """The kernel driver bound to a PCI function, or ""."""
+    try:
+        return os.path.basename(host.link(f"{PCI}/{address}/driver"))
+    except HostError:
+        return ""
+
+
+def asleep(host: Host, address: str) -> bool:
+    """Whether the kernel has put the device to sleep (runtime power management)."""
+    try:
+        return host.read(f"{PCI}/{address}/power/runtime_status") in ("suspended", "suspending")
+    except HostError:
+        return False
+
+
+def persistenced(host: Host) -> int:
+    """The process id of a running nvidia-persistenced, or 0. NVML hands persistence mode to it by itself."""
+    try:
+        pid = host.read_int(f"{PERSISTENCED}/nvidia-persistenced.pid")
+        return pid if host.read(f"/proc/{pid}/comm").startswith("nvidia-persiste") else 0
+    except HostError:
+        return 0
