@@ -26,7 +26,6 @@ import selectors
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,12 +115,14 @@ class Sample:
 
 
 class Gpus:
-    """The NVIDIA GPUs of a machine. Thread-safe. A call blocks for up to `deadline_s` seconds, twice that when a GPU
-    hangs. `python` is the interpreter, with options, that runs the child; with it NVML is asked even for a machine
+    """The NVIDIA GPUs of a machine. Thread-safe.
+
+    A GPU that says nothing for `deadline_s` seconds hangs; without persistence mode a sound one may take three to
+    wake. `python` is the interpreter, with options, that runs the child; given one, NVML is asked even for a machine
     that is a folder.
     """
 
-    def __init__(self, host: Host, *, deadline_s: float = 5.0, python: Sequence[str] | None = None) -> None:
+    def __init__(self, host: Host, *, deadline_s: float = 10.0, python: Sequence[str] | None = None) -> None:
         self.host = host
         self.deadline_s = deadline_s
         self.status = NvmlStatus(state="no-gpu", text=WORDS["no-gpu"])
@@ -181,14 +182,14 @@ class Gpus:
         reading = Reading(address=address, state=self._state(address))
         if reading.state == "ok":
             number = str(round(float(value) * 1000)) if knob == "power_limit" else value
-            answers, status = self._ask({"address": address, "knob": knob, "value": number}, self.deadline_s)
-            if {"written": True} in answers:
-                after = value if knob == "locked_clocks" else self.get(address, knob)
+            answers, status = self._ask({"address": address, "knob": knob, "value": number})
+            answer = answers[-1] if answers else {}
+            if "written" in answer:
+                after = value if knob == "locked_clocks" else _text(knob, answer["written"])
                 if after != value:
                     raise Refused(f"{value} was accepted and {after} is in force", where=f"GPU {address} {knob}")
                 return after
-            error = next(((code, words) for code, words in (a["error"] for a in answers if "error" in a)), None)
-            errors = {knob: error} if error else {}
+            errors = {knob: (answer["error"][0], answer["error"][1])} if "error" in answer else {}
             reading = Reading(address=address, state=status.state, errors=errors)
         raise _error(address, knob, reading, self.status, Refused)
 
@@ -201,9 +202,8 @@ class Gpus:
         if not pending:
             sleeping = any(reading.state == "asleep" for reading in readings.values())
             self.status = _status("asleep" if sleeping else "no-gpu")
-        end = time.monotonic() + 2 * self.deadline_s
-        while pending and (left := end - time.monotonic()) > 0:
-            answers, status = self._ask({"addresses": pending, "fields": list(fields)}, min(left, self.deadline_s))
+        while pending:
+            answers, status = self._ask({"addresses": pending, "fields": list(fields)})
             for answer in answers:
                 if "gpu" in answer:
                     readings[answer["gpu"]] = _reading(answer)
@@ -214,14 +214,14 @@ class Gpus:
             if not culprit:
                 return readings
             pending.remove(culprit)
-        return readings | {a: Reading(address=a, state="unknown") for a in pending}
+        return readings
 
     def _state(self, address: str) -> str:
         if driver(self.host, address) != "nvidia":
             return "unbound"
         return "asleep" if asleep(self.host, address) else "ok"
 
-    def _ask(self, request: Mapping[str, Any], seconds: float) -> tuple[list[dict[str, Any]], NvmlStatus]:
+    def _ask(self, request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], NvmlStatus]:
         """Run the child: the lines that came in time, and how it went (also kept as `status`)."""
         lines: list[dict[str, Any]] = []
         if self._python is None:
@@ -232,11 +232,11 @@ class Gpus:
             command = [*self._python, "-c", CHILD]
             child = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
             try:
-                output, complaint, in_time = _talk(child, json.dumps(request).encode(), time.monotonic() + seconds)
+                output, complaint, in_time = _talk(child, json.dumps(request).encode(), self.deadline_s)
             finally:
                 self._end(child)
             lines = [json.loads(line) for line in output.split(b"\n")[:-1]]
-            status = _judge(lines, complaint) if in_time else _status("hung", f"no answer within {seconds:g} s")
+            status = _judge(lines, complaint) if in_time else _status("hung", f"no answer within {self.deadline_s:g} s")
         self.status = status
         return lines, status
 
@@ -255,8 +255,8 @@ class Gpus:
                 self._stuck.append(child)
 
 
-def _talk(child: subprocess.Popen[bytes], request: bytes, end: float) -> tuple[bytes, bytes, bool]:
-    """Hand over the request and collect stdout and stderr until they close or `end` (monotonic) is there."""
+def _talk(child: subprocess.Popen[bytes], request: bytes, patience: float) -> tuple[bytes, bytes, bool]:
+    """Hand over the request and collect stdout and stderr until they close, or are silent for `patience` seconds."""
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin:
         child.stdin.write(request)
@@ -265,7 +265,7 @@ def _talk(child: subprocess.Popen[bytes], request: bytes, end: float) -> tuple[b
         for stream in streams:
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ, streams[stream])
-        while selector.get_map() and (ready := selector.select(max(0.0, end - time.monotonic()))):
+        while selector.get_map() and (ready := selector.select(patience)):
             for key, _ in ready:
                 if data := os.read(key.fd, 65536):
                     key.data.extend(data)

@@ -10,7 +10,7 @@ are JSON lines, flushed one by one, so that what came before a hang is not lost:
     {"failed": STATE, "text": ...}                       NVML as a whole cannot be used
     {"system": {"driver", "nvml", "cuda"}}               it can
     {"begin": ADDRESS}  {"gpu": ADDRESS, "values": {...}, "errors": {FIELD: [CODE, TEXT]}}
-    {"written": true} or {"error": [CODE, TEXT]}
+    {"written": VALUE AFTERWARDS} or {"error": [CODE, TEXT]}
 """
 
 from __future__ import annotations
@@ -178,6 +178,11 @@ def read(nvml: Any, addresses: list[str], fields: list[str]) -> None:
         say(gpu=address, values=values, errors=errors)
 
 
+def write(nvml: Any, gpu: Any, knob: str, value: str) -> None:
+    KNOBS[knob](nvml, gpu, value)
+    say(written=FIELDS[knob](nvml, gpu) if knob in FIELDS else None)
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     try:
@@ -200,8 +205,7 @@ def main() -> None:
             }
         )
         if "knob" in request:
-            KNOBS[request["knob"]](nvml, handle(nvml, request["address"]), request["value"])
-            say(written=True)
+            write(nvml, handle(nvml, request["address"]), request["knob"], request["value"])
         else:
             read(nvml, request["addresses"], request["fields"])
     except nvml.NVMLError as error:
