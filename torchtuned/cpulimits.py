@@ -60,7 +60,8 @@ def cpuset_of_folder(host: Host) -> tuple[CpuSet | None, CpuSet | None]:
 
 
 def _status(host: Host, process: str) -> dict[str, CpuSet]:
-    found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):\s*(\S*)", _text(host, f"{process}/status"), re.MULTILINE)
+    status = _text(host, f"{process}/status")
+    found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):\s*(\S*)", status, re.MULTILINE)
     return {key: parse_list(value) for key, value in found}
 
 

@@ -1,0 +1,142 @@
+"""Which GPUs a job means, or gets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtuned import cuda
+from torchtuned.errors import Busy, InvalidRequest, NoSuchGpu, Unplaceable
+from torchtuned.grants import Grant, Request
+from torchtuned.topology import Gpu, Topology
+
+# A GPU held by one of these is somebody else's, a virtual machine's
+AWAY = frozenset({"vfio-pci", "pci-stub", "xen-pciback", "pciback"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """`gpus` in the job's order; `leased` addresses nobody else gets; `chosen`: picked here, the job has yet to hear
+    which; `named`: rank i surely uses GPU i. `unbound` says why CPUs cannot be chosen, "" if they can.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    leased: tuple[str, ...] = ()
+    chosen: bool = False
+    named: bool = True
+    unbound: str = ""
+    warnings: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+def wanted_gpus(machine: Topology, in_force: Sequence[Grant], request: Request) -> Wanted:
+    """Resolve a request's GPUs. NoSuchGpu, InvalidRequest, Unplaceable (more than there are), Busy (leased)."""
+    leased = {address for grant in in_force for address in grant.gpus}
+    here = [gpu for gpu in machine.gpus if gpu.driver not in AWAY]
+    nvidia = [gpu for gpu in here if gpu.vendor == cuda.NVIDIA]
+    here = nvidia or here
+    if isinstance(request.gpus, tuple):
+        return _named(machine, leased, request)
+    meant: cuda.Meaning | None = None
+    if request.cuda_visible_devices is not None:
+        meant = cuda.meaning(request.cuda_visible_devices, request.cuda_device_order, machine.gpus)
+    if request.gpus is not None:
+        return _leases(machine, _visible(here, meant), leased, request.gpus)
+    if meant is None:
+        return _unsaid(machine, in_force, here, leased, request, "no GPU is named")
+    notes = tuple(note for note in (meant.note,) if note)
+    if meant.gpus is None:
+        if len({gpu.local_cpus for gpu in here}) == 1 and here[0].local_cpus:
+            return _unsaid(machine, in_force, here, leased, request, meant.reason)
+        return Wanted(unbound=meant.reason, warnings=notes)
+    gpus = tuple(gpu for address in meant.gpus for gpu in machine.gpus if gpu.address == address)
+    busy = [address for address in meant.gpus if address in leased]
+    if busy:
+        notes += (f"CUDA_VISIBLE_DEVICES names {', '.join(busy)}, which another job has",)
+    return Wanted(gpus=gpus, leased=meant.gpus, unbound=_unknown(gpus), warnings=notes)
+
+
+def _unknown(gpus: Sequence[Gpu]) -> str:
+    lost = [gpu.address for gpu in gpus if not gpu.local_cpus]
+    return f"nothing tells which CPUs are near GPU {', '.join(lost)}" if lost else ""
+
+
+def _named(machine: Topology, leased: set[str], request: Request) -> Wanted:
+    assert isinstance(request.gpus, tuple)
+    gpus: list[Gpu] = []
+    for name in request.gpus:
+        fits = [gpu for gpu in machine.gpus if name in (gpu.address, gpu.uuid)]
+        if not fits:
+            known = ", ".join(gpu.address for gpu in machine.gpus) or "none"
+            raise NoSuchGpu("no such GPU", where=name, hint=f"GPUs here: {known}")
+        if fits[0] in gpus:
+            raise InvalidRequest("named twice", where=f"GPU {name}")
+        gpus.append(fits[0])
+    addresses = tuple(gpu.address for gpu in gpus)
+    busy = [address for address in addresses if address in leased]
+    if busy and not request.shared:
+        raise Busy("another job has it", where=f"GPU {', '.join(busy)}", hint="--wait, or --shared to share")
+    return Wanted(gpus=tuple(gpus), leased=addresses, chosen=bool(gpus), unbound=_unknown(gpus))
+
+
+def _visible(here: Sequence[Gpu], meant: cuda.Meaning | None) -> list[Gpu]:
+    """Where the user narrowed the GPUs already, the choice is among those."""
+    if meant is None or meant.gpus is None:
+        return list(here)
+    return [gpu for gpu in here if gpu.address in meant.gpus]
+
+
+def _leases(machine: Topology, here: Sequence[Gpu], leased: set[str], count: int) -> Wanted:
+    """`count` free GPUs: of the node that they fill best, else of as few and as near nodes as can be."""
+    if count < 0:
+        raise InvalidRequest("not a number of GPUs", where=f"--gpus {count}")
+    if count == 0:
+        return Wanted()
+    if count > len(here):
+        raise Unplaceable(f"there are {len(here)} GPUs here", where=f"--gpus {count}")
+    free = [gpu for gpu in here if gpu.address not in leased]
+    if count > len(free):
+        raise Busy(f"{len(free)} of {len(here)} GPUs are free", where=f"--gpus {count}", hint="wait with --wait")
+    nodes: dict[object, list[Gpu]] = {}
+    for gpu in free:
+        nodes.setdefault(gpu.local_cpus, []).append(gpu)
+    enough = [mates for mates in nodes.values() if len(mates) >= count]
+    if enough:
+        chosen = min(enough, key=len)[:count]
+    else:
+        fullest = max(nodes.values(), key=len)
+        home = fullest[0].numa_node
+        order = {node.id: i for i, node in enumerate(machine.nearest_nodes(home if home is not None else -1))}
+        far = [gpu for gpu in free if gpu not in fullest]
+        far.sort(key=lambda gpu: order.get(-1 if gpu.numa_node is None else gpu.numa_node, len(order)))
+        chosen = (fullest + far)[:count]
+    gpus = tuple(gpu for gpu in free if gpu in chosen)
+    return Wanted(
+        gpus=gpus,
+        leased=tuple(gpu.address for gpu in gpus),
+        chosen=True,
+        unbound=_unknown(gpus),
+        reasons=(f"{count} of {len(free)} free GPUs",),
+    )
+
+
+def _unsaid(
+    machine: Topology, in_force: Sequence[Grant], here: Sequence[Gpu], leased: set[str], request: Request, why: str
+) -> Wanted:
+    """GPUs are there and none is named: the share of the first free one for each rank, and no lease."""
+    if not here:
+        return Wanted()
+    held = frozenset[int]().union(*(grant.cpus for grant in in_force if grant.bound))
+    waiting = sorted(here, key=lambda gpu: (gpu.address in leased, bool(gpu.local_cpus) and gpu.local_cpus <= held))
+    chosen = waiting[: min(request.ranks or 1, len(here))]
+    if any(not gpu.local_cpus for gpu in here):
+        chosen = [gpu for gpu in chosen if gpu.local_cpus]
+    gpus = tuple(gpu for gpu in machine.gpus if gpu in chosen)
+    unbound = "" if gpus else _unknown(here)
+    share = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    return Wanted(
+        gpus=gpus,
+        named=False,
+        unbound=unbound,
+        reasons=(f"{why}: the job gets the cores of {share} and sees all GPUs; say --gpus N for some of its own",),
+    )
