@@ -68,11 +68,11 @@ class Runner:
             self._log(verdict)
         return total
 
-    def command(self, *words: str | Path) -> Callable[[Path], Result]:
+    def command(self, *words: str | Path, **environment: str) -> Callable[[Path], Result]:
         """Make a step that is one test: the command exits 0."""
 
         def step(output: Path) -> Result:
-            status = self._run(words, output, {})
+            status = self._run(words, output, environment)
             return Result(1, 0) if status == 0 else Result(0, 1)
 
         return step
@@ -125,7 +125,8 @@ def run(parts: Sequence[str], suites: Sequence[str], runner: Runner) -> list[Res
         results = []
         if "lint" in parts:
             ruff = runner.command(BIN / "ruff", "check", ".")
-            results.append(runner.part("lint", ruff, runner.command(BIN / "mypy", "--strict", *typed)))
+            mypy = runner.command(BIN / "mypy", "--strict", *typed, MYPYPATH="tests")
+            results.append(runner.part("lint", ruff, mypy))
         if "unit" in parts:
             others = [f"--ignore=tests/{name}" for name in ("bus", "package", "vm")]
             results.append(runner.part("unit", runner.pytest("unit", "tests", *others)))

@@ -1,8 +1,9 @@
 """A whole Debian machine to try the package on: systemd, NUMA, cpufreq, PCI hotplug.
 
 QEMU emulates it in software (no KVM, no GPU, no network), so it runs anywhere: several NUMA nodes, a real acpi-cpufreq
-driver (its P-states come from an ACPI table made here), cgroup v2 under a real systemd, and display-class PCI devices
-that can be plugged into, and pulled from, a root port of any NUMA node while the machine runs.
+driver (its P-states come from an ACPI table made here), cgroup v2 under a real systemd, and on any NUMA node display
+controllers with AMD's vendor number, which is all that a GPU is to discovery. No driver binds to them; they come and
+go through sysfs, and other display devices can be plugged into, and pulled from, a root port while the machine runs.
 
     with Machine(image.build("bookworm")) as machine:
         machine.put("dist/torchtuned.deb")          # appears as /mnt/testbed/torchtuned.deb
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -66,13 +68,13 @@ class Machine:
         *,
         nodes: int = 4,
         cpus_per_node: int = 2,
-        gpu_slots: int = 2,
+        gpus: Sequence[int] = (),
         node_mib: int = 768,
         cpufreq: bool = True,
         boot_timeout_s: float = 600,
     ) -> None:
-        """gpu_slots: PCI root ports per node; node_mib: memory of each node in MiB."""
-        self.base, self.nodes, self.cpus_per_node, self.gpu_slots = base, nodes, cpus_per_node, gpu_slots
+        """gpus: the node of each GPU, one a node at most, free to change between boots; node_mib: MiB of each."""
+        self.base, self.nodes, self.cpus_per_node, self.gpus = base, nodes, cpus_per_node, gpus
         self.node_mib, self.cpufreq, self.boot_timeout_s = node_mib, cpufreq, boot_timeout_s
         self.dir = Path(tempfile.mkdtemp(prefix="torchtuned-vm-"))
         self.share = self.dir / "share"
@@ -165,11 +167,11 @@ class Machine:
         """Run a script that must succeed in a new login session of a user (its own session-N.scope)."""
         return self.check(f"ssh {user}@localhost {shlex.quote(script)}", timeout_s)
 
-    def plug_gpu(self, name: str, *, node: int, slot: int = 0) -> None:
-        """Hot-plug a display controller (PCI class 0380, vendor 1234) into a root port of a node."""
-        self._monitor(f"device_add secondary-vga,id={name},bus=slot{node}.{slot}")
+    def plug(self, name: str, *, node: int) -> None:
+        """Hot-plug a display controller that is no GPU (PCI class 0380, vendor 1234) into the free port of a node."""
+        self._monitor(f"device_add secondary-vga,id={name},bus=slot{node}.0")
 
-    def unplug_gpu(self, name: str) -> None:
+    def unplug(self, name: str) -> None:
         """Press the attention button; the guest lets the device go within about 5 s."""
         self._monitor(f"device_del {name}")
 
@@ -219,14 +221,16 @@ class Machine:
             line += ["-object", f"memory-backend-ram,id=m{node},size={self.node_mib}M"]
             line += ["-numa", f"node,nodeid={node},cpus={span},memdev=m{node}"]
             line += ["-device", f"pxb-pcie,id=pxb{node},bus_nr={0x20 * (node + 1)},numa_node={node},bus=pcie.0"]
-            for slot in range(self.gpu_slots):
+            for slot in range(2):
                 number = node * 16 + slot + 1
                 port = f"id=slot{node}.{slot},bus=pxb{node},chassis={number},slot={number}"
                 line += ["-device", f"pcie-root-port,{port}"]
+        for node in self.gpus:
+            line += ["-device", f"ati-vga,bus=slot{node}.1,romfile="]
         if self.cpufreq:
             line += ["-acpitable", f"file={pstate_table(self.dir, cpus)}"]
         line += ["-kernel", str(self.base / "vmlinuz"), "-initrd", str(self.base / "initrd")]
-        line += ["-append", "root=/dev/vda rw console=ttyS0 quiet"]
+        line += ["-append", "root=/dev/vda rw console=ttyS0 quiet modprobe.blacklist=amdgpu,radeon"]
         line += ["-drive", f"file={self.disk},if=none,id=disk,format=qcow2,cache=unsafe"]
         line += ["-device", "virtio-blk-pci,drive=disk,bus=pcie.0"]
         line += ["-fsdev", f"local,id=share,path={self.share},security_model=none"]

@@ -1,0 +1,84 @@
+"""One machine for all tests of this folder, in the order of ORDER: each boot costs a minute or two.
+
+TORCHTUNED_DEB is the package to try, TORCHTUNED_SUITE the Debian release; tests/run sets both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import image
+import pytest
+from fakes.deb import with_version
+from inside import governors, listed, wait_for
+from machine import SHARE, Machine
+
+if "TORCHTUNED_DEB" not in os.environ:
+    collect_ignore_glob = ["test_*.py"]
+
+HERE = Path(__file__).parent
+ORDER = ("test_bus", "test_jobs", "test_policy", "test_gpus", "test_removal")
+INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --allow-downgrades"
+
+# At each boot, before torchtuned comes, every policy has another governor than its neighbour, and these sysctls.
+ORIGINALS = ["powersave", "ondemand", "conservative", "schedutil", "userspace", "powersave", "ondemand", "schedutil"]
+SET_ORIGINALS = "".join(
+    f"ExecStart=/bin/sh -c 'echo {governor} > /sys/devices/system/cpu/cpufreq/policy{number}/scaling_governor'\n"
+    for number, governor in enumerate(ORIGINALS)
+)
+ORIGINAL_SYSCTLS = {"vm.swappiness": "61", "net.core.somaxconn": "256"}
+ORIGINALS_UNIT = f"""[Unit]
+DefaultDependencies=no
+After=systemd-modules-load.service systemd-sysctl.service
+Before=basic.target
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+{SET_ORIGINALS}ExecStart=/sbin/sysctl -w {" ".join(f"{key}={value}" for key, value in ORIGINAL_SYSCTLS.items())}
+[Install]
+WantedBy=basic.target
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the files in their order; what is removed stays removed."""
+    items.sort(key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
+
+
+def pytest_report_header() -> str | None:
+    """Say that the machine is not tried."""
+    return None if "TORCHTUNED_DEB" in os.environ else "emulated machines: not tried, they need tests/run vm"
+
+
+@pytest.fixture(scope="session")
+def suite() -> str:
+    """The Debian release in the machine."""
+    return os.environ["TORCHTUNED_SUITE"]
+
+
+@pytest.fixture(scope="session")
+def machine(suite: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    """The machine, up, with the package installed by its administrator."""
+    deb = Path(os.environ["TORCHTUNED_DEB"])
+    older = with_version(deb, "0.0.1", tmp_path_factory.mktemp("deb") / "older.deb")
+    with Machine(image.build(suite)) as machine:
+        (machine.share / "torchtuned.deb").write_bytes(deb.read_bytes())
+        machine.put(older, HERE / "job.py", HERE / "masks.py")
+        (machine.share / "originals.service").write_text(ORIGINALS_UNIT)
+        machine.check(f"cp {SHARE}/originals.service /etc/systemd/system/ && systemctl enable --now originals.service")
+        assert governors(machine) == ORIGINALS
+        print(machine.check(f"{INSTALL} {SHARE}/torchtuned.deb"))
+        yield machine
+
+
+@pytest.fixture
+def ready(machine: Machine) -> Iterator[Machine]:
+    """The machine with the daemon ready and no jobs, before the test and after it."""
+    machine.check("systemctl is-active -q torchtuned || systemctl start torchtuned")
+    wait_for(machine, "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State | grep ready")
+    yield machine
+    machine.check(f"pkill -KILL -f {SHARE}/job.py || true")
+    wait_for(machine, "! systemctl is-active -q torchtuned || torchtuned jobs --json | grep -q '\"jobs\": *\\[\\]'")
+    assert machine.sh("systemctl is-active torchtuned")[0] or listed(machine) == []
