@@ -12,54 +12,15 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torchtuned.errors import Failed
+from torchtuned.policy import Companion, Entry, State
 
 VERSION = 1
 DEFAULT_PATH = "/run/torchtuned/ledger.json"
-
-
-class State(StrEnum):
-    """How far a change has come. Each is on disk before the step that it names."""
-
-    PENDING = "pending"
-    WRITTEN = "written"
-    UNDOING = "undoing"
-    DRIFTED = "drifted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Companion:
-    """Another file that the kernel changes along with a knob, such as vm.dirty_ratio with vm.dirty_bytes.
-
-    `after` is its value once the knob was written; None when that is not known.
-    """
-
-    path: str
-    original: str
-    after: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One knob that we changed: what it was, what we wrote, why, and since when (seconds since 1970).
-
-    `refused` counts how often the kernel would not take the original back.
-    """
-
-    knob: str
-    original: str
-    written: str
-    when: str = "boot"
-    source: str = ""
-    since: float = 0.0
-    state: State = State.PENDING
-    companions: tuple[Companion, ...] = ()
-    refused: int = 0
 
 
 class Ledger:

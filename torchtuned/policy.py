@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
-
-NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Outcome(StrEnum):
@@ -72,14 +69,16 @@ KEEP = Value(Kind.KEEP)
 class Wish:
     """What the configuration wants of one knob, or of all knobs that a pattern names ("cpu/*/governor").
 
-    `when` is "boot" (always) or "jobs" (while a job runs, then given back); `match` narrows block devices.
+    `when` is "boot" (always) or "jobs" (while a job runs, then given back); `match` narrows block devices;
+    `keep_on_battery` means leave the knob alone while the machine runs on battery.
     """
 
     knob: str
     value: Value
     when: str = "boot"
     source: str = ""
-    match: Mapping[str, str] = field(default=NOTHING)
+    keep_on_battery: bool = False
+    match: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_value(text: str) -> Value:
@@ -154,3 +153,147 @@ def _bound(text: str, current: str, kind: Kind) -> Decision:
 
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?[0-9]{1,20}", text) is not None
+
+
+class State(StrEnum):
+    """How far the change of a knob has come. Each is in the ledger on disk before the step that it names."""
+
+    PENDING = "pending"
+    WRITTEN = "written"
+    UNDOING = "undoing"
+    DRIFTED = "drifted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Companion:
+    """Another file that the kernel changes along with a knob, such as vm.dirty_ratio with vm.dirty_bytes.
+
+    `after` is its value once the knob was written; None when that is not known.
+    """
+
+    path: str
+    original: str
+    after: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One knob that we changed: what it was, what we wrote, why, and since when (seconds since 1970).
+
+    `asked` differs from `written` where the kernel made something else of it; `previous` is an earlier value of ours,
+    in force until `written` is. `refused` counts how often the kernel would not take the original back.
+    """
+
+    knob: str
+    original: str
+    written: str
+    asked: str = ""
+    previous: str | None = None
+    when: str = "boot"
+    source: str = ""
+    since: float = 0.0
+    state: State = State.PENDING
+    companions: tuple[Companion, ...] = ()
+    refused: int = 0
+
+    def ours(self, current: str) -> bool:
+        """Whether a value can only be one that we wrote."""
+        return current != self.original and current in (self.written, self.previous)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who else decides about a knob, and where: FILE:LINE, or the unit. `active` tuners keep rewriting it."""
+
+    name: str
+    source: str
+    active: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What decides about a knob besides its value and the wish."""
+
+    owner: Owner | None = None
+    on_battery: bool = False
+    jobs_active: bool = False
+    reassert: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What is to be done about one knob.
+
+    `targets`: values to write, the first one that the kernel takes; none means leave it. `ours`: the value in force is
+    ours. `release`: give back what we wrote. `hand_over`: forget it, somebody else has it now.
+    """
+
+    outcome: Outcome
+    reason: str
+    source: str = ""
+    targets: tuple[str, ...] = ()
+    ours: bool = False
+    release: bool = False
+    hand_over: bool = False
+
+
+def judge(
+    wish: Wish,
+    current: str,
+    entry: Entry | None,
+    situation: Situation,
+    *,
+    choices: Sequence[str] | None = None,
+    capacity: bool = False,
+    implied: str = "",
+) -> Verdict:
+    """Decide about one knob. Pure: everything that plan, apply and verify say comes from here.
+
+    Floors and ceilings are held against the original, so what we wrote earlier never counts as the machine's own.
+    """
+    base = entry.original if entry else current
+    decision = decide(wish.value, base, choices, capacity=capacity)
+    wanted = Verdict(
+        outcome=decision.outcome,
+        reason=decision.reason,
+        source=wish.source,
+        targets=decision.targets,
+        release=entry is not None,
+    )
+    owner = situation.owner
+    if owner and owner.active:
+        return Verdict(outcome=Outcome.FOREIGN, reason=f"left to {owner.name}", source=owner.source, hand_over=True)
+    if wish.value.kind is Kind.KEEP:
+        return wanted
+    if owner:
+        return Verdict(outcome=Outcome.FOREIGN, reason=f"set by {owner.name}", source=owner.source, release=True)
+    if wish.keep_on_battery and situation.on_battery:
+        return replace(wanted, targets=(), outcome=Outcome.KEPT, reason="left alone while on battery")
+    if wish.when == "jobs" and not situation.jobs_active:
+        if not decision.targets:
+            return wanted
+        return replace(wanted, targets=(), outcome=Outcome.KEPT, reason=f"{decision.targets[0]} while a job runs")
+    if implied:
+        return replace(wanted, targets=(), outcome=Outcome.KEPT, reason=implied, release=False)
+    if not decision.targets:
+        return wanted
+    if entry:
+        return _judge_changed(wanted, current, entry, reassert=situation.reassert)
+    return replace(wanted, outcome=Outcome.APPLIED)
+
+
+def _judge_changed(wanted: Verdict, current: str, entry: Entry, *, reassert: bool) -> Verdict:
+    wanted = replace(wanted, release=False)
+    if entry.ours(current):
+        if entry.written == current and {entry.asked, entry.written} & {*wanted.targets}:
+            reason = f"set by torchtuned, was {entry.original}"
+            return replace(wanted, outcome=Outcome.APPLIED, reason=reason, targets=(), ours=True)
+        return replace(wanted, outcome=Outcome.APPLIED)
+    unfinished = entry.state in (State.PENDING, State.UNDOING) and current == entry.original
+    if unfinished or (reassert and entry.state is not State.DRIFTED):
+        return replace(wanted, outcome=Outcome.APPLIED)
+    reason = (
+        f"somebody changed it after torchtuned had set {entry.written} (it was {entry.original}); "
+        "left alone: undo it to forget, then apply to set it again"
+    )
+    return replace(wanted, outcome=Outcome.DRIFTED, reason=reason, targets=())

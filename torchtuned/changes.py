@@ -1,0 +1,267 @@
+"""Writes knobs and gives them back, with the ledger a step ahead of each write.
+
+The order is: original into the ledger on disk, knob, confirmation into the ledger. Undo marks its entries, compares,
+restores in the reverse order, and takes the entries out. Whatever dies in between, an entry on disk tells the machine's
+values from ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchtuned.deadline import Deadline, Hung
+from torchtuned.errors import Failed, HostError, Missing
+from torchtuned.host import Host
+from torchtuned.ledger import Ledger
+from torchtuned.policy import Companion, Entry, Outcome, Row, State
+from torchtuned.survey import FORBIDDEN, NOT_OFFERED, UNKNOWN, Case, Survey
+from torchtuned.tunables import Family, Knob
+
+log = logging.getLogger("torchtuned.policy")
+
+TRIES = 3  # how often the kernel may refuse an original before undo says so for the last time and forgets it
+
+
+@dataclass
+class Changes:
+    """What may write. Call it inside `ledger.locked()`."""
+
+    host: Host
+    ledger: Ledger
+    deadline: Deadline
+    families: Mapping[str, Family]
+    clock: Callable[[], float]
+
+    def make(self, cases: Sequence[Case], survey: Survey) -> list[Row]:
+        """Write the targets of all cases: one write of the ledger before them, one after."""
+        before = dict(self.ledger.entries)
+        entries, rows = dict(before), []
+        ready: list[Case] = []
+        for case in cases:
+            try:
+                entries[case.knob.id] = self._entry(case, case.verdict.targets[0], before.get(case.knob.id))
+                ready.append(case)
+            except (HostError, Hung) as error:
+                rows.append(case.row(Outcome.FAILED, f"cannot read what it would change: {error}"))
+        try:
+            self.ledger.save(entries)
+        except Failed as failed:
+            return [
+                *rows,
+                *(case.row(Outcome.FAILED, f"left alone, its original cannot be recorded: {failed}") for case in ready),
+            ]
+        for case in ready:
+            row, entry = self._write(case, before.get(case.knob.id), survey)
+            rows.append(row)
+            if entry:
+                entries[case.knob.id] = entry
+            else:
+                del entries[case.knob.id]
+        self.settle(entries)
+        return rows
+
+    def give_back(self, knobs: Iterable[str]) -> list[Row]:
+        """Restore the originals of these knobs, last change first, unless somebody else has changed them since."""
+        wanted = set(knobs)
+        chosen = [entry for knob, entry in reversed([*self.ledger.entries.items()]) if knob in wanted]
+        if not chosen:
+            return []
+        self.settle(
+            {
+                knob: replace(entry, state=State.UNDOING)
+                if knob in wanted and entry.state is not State.DRIFTED
+                else entry
+                for knob, entry in self.ledger.entries.items()
+            }
+        )
+        rows, left = [], dict(self.ledger.entries)
+        for entry in chosen:
+            row, kept = self._restore(entry)
+            rows.append(row)
+            if kept:
+                left[entry.knob] = kept
+                continue
+            del left[entry.knob]
+            if row.outcome is Outcome.APPLIED:
+                self._pass_on(entry, left)
+        self.settle(left)
+        return rows
+
+    def hand_over(self, knobs: Mapping[str, str]) -> None:
+        """Forget knobs that somebody else has now, {knob: why}, saying what they were."""
+        for knob, why in knobs.items():
+            entry = self.ledger.entries.get(knob)
+            if entry:
+                tell(knob, entry.written, entry.written, f"{why}; it was {entry.original} before torchtuned")
+        self.settle({knob: entry for knob, entry in self.ledger.entries.items() if knob not in knobs})
+
+    def _entry(self, case: Case, target: str, earlier: Entry | None) -> Entry:
+        written = case.knob.predict(self.host, target)
+        if earlier:
+            previous = case.current if earlier.ours(case.current) else earlier.previous
+            return replace(
+                earlier,
+                written=written,
+                asked=target,
+                previous=previous,
+                state=State.PENDING,
+                when=case.wish.when,
+                source=case.wish.source,
+            )
+        companions = self.deadline.run(case.knob.id, lambda: case.knob.companions(self.host, target))
+        return Entry(
+            knob=case.knob.id,
+            original=case.current,
+            written=written,
+            asked=target,
+            when=case.wish.when,
+            source=case.wish.source,
+            since=self.clock(),
+            companions=companions,
+        )
+
+    def _write(self, case: Case, earlier: Entry | None, survey: Survey) -> tuple[Row, Entry | None]:
+        """Try the targets in turn. Returns the row, and the entry to keep (None: the knob is as it was)."""
+        knob, entry = case.knob, self.ledger.entries[case.knob.id]
+        if survey.is_hanging(knob):
+            return case.row(Outcome.FAILED, "not tried: one like it hangs"), earlier
+        row = case.row(Outcome.FAILED, "the kernel took it without effect")
+        for number, target in enumerate(case.verdict.targets):
+            try:
+                if number:
+                    entry = self._entry(case, target, entry)
+                    self.ledger.save({**self.ledger.entries, knob.id: entry})
+                now = self.deadline.run(knob.id, lambda target=target: self._set(knob, target))  # type: ignore[misc]
+            except Hung as hung:
+                survey.hang(knob)
+                return case.row(Outcome.FAILED, hung.what), entry
+            except HostError as error:
+                row = refusal(case, error)
+                try:
+                    now = self.deadline.run(knob.id, lambda: knob.read(self.host))
+                except (HostError, Hung) as unread:  # gone: nothing to give back; otherwise nobody can tell yet
+                    return row, earlier if isinstance(unread, Missing) else entry
+            except Failed as failed:
+                return case.row(Outcome.FAILED, f"left alone, its original cannot be recorded: {failed}"), earlier
+            expected = now in (target, entry.written)
+            if now == case.current and not expected:
+                continue
+            if now == entry.original:
+                return replace(row, current=now), None
+            entry = replace(entry, written=now, previous=None, state=State.WRITTEN, companions=self._afterwards(entry))
+            reason = f"set by torchtuned, was {entry.original}"
+            if not expected:
+                reason += f"; the kernel made {now} of {target}"
+            elif case.verdict.reason:
+                reason += f"; {case.verdict.reason}"
+            tell(knob.id, case.current, now, case.wish.source)
+            return replace(case.row(Outcome.APPLIED, reason), current=now), entry
+        return row, earlier
+
+    def _set(self, knob: Knob, target: str) -> str:
+        knob.write(self.host, target)
+        return knob.read(self.host)
+
+    def _afterwards(self, entry: Entry) -> tuple[Companion, ...]:
+        def look() -> tuple[Companion, ...]:
+            return tuple(replace(companion, after=self.host.read(companion.path)) for companion in entry.companions)
+
+        try:
+            return self.deadline.run(entry.knob, look) if entry.companions else ()
+        except (HostError, Hung):
+            return entry.companions
+
+    def _restore(self, entry: Entry) -> tuple[Row, Entry | None]:
+        """Give one knob back. Returns the row, and the entry if it has to be tried again."""
+        family = self.families.get(entry.knob.partition("/")[0])
+        knob = family.find(self.host, entry.knob) if family else None
+        if knob is None:
+            reason = f"this torchtuned cannot give it back; it was {entry.original}"
+            return row_of(entry, UNKNOWN, Outcome.FAILED, reason), None
+        try:
+            before, after = self.deadline.run(entry.knob, lambda: self._compare_and_restore(knob, entry))
+        except Hung as hung:
+            return row_of(entry, UNKNOWN, Outcome.FAILED, f"{hung.what}; undo again later"), entry
+        except Missing as missing:
+            reason = f"nothing to give back, the device went away with its value: {missing.what}"
+            return row_of(entry, UNKNOWN, Outcome.UNSUPPORTED, reason), None
+        except HostError as error:
+            outcome = Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED
+            return self._once_more(entry, knob, UNKNOWN, outcome, error.what)
+        if after == entry.original:
+            if before == after:
+                return row_of(entry, after, Outcome.KEPT, "already as it was"), None
+            tell(entry.knob, before, after, "given back")
+            return row_of(entry, after, Outcome.APPLIED, f"given back, torchtuned had set {before}"), None
+        if entry.ours(before):
+            return self._once_more(entry, knob, after, Outcome.FAILED, f"the kernel made {after} of it")
+        reason = f"left: somebody changed it after torchtuned had set {entry.written}; it was {entry.original}"
+        tell(entry.knob, entry.written, after, reason)
+        return row_of(entry, after, Outcome.DRIFTED, reason), None
+
+    def _compare_and_restore(self, knob: Knob, entry: Entry) -> tuple[str, str]:
+        """The value before and after. What is neither ours nor the original stays."""
+        before = knob.read(self.host)
+        if before != entry.original and not entry.ours(before):
+            return before, before
+        ours = []
+        for companion in entry.companions:
+            if self.host.exists(companion.path):
+                now = self.host.read(companion.path)
+                if companion.after in (None, now):
+                    ours.append(companion)
+        knob.restore(self.host, entry, ours)
+        return before, knob.read(self.host)
+
+    def _once_more(self, entry: Entry, knob: Knob, now: str, outcome: Outcome, what: str) -> tuple[Row, Entry | None]:
+        entry = replace(entry, refused=entry.refused + 1)
+        if entry.refused < TRIES:
+            return row_of(entry, now, outcome, f"cannot give back {entry.original}: {what}; undo again later"), entry
+        reason = f"gave up after {TRIES} tries to give back {entry.original}: {what}; it is in {knob.path}"
+        tell(entry.knob, entry.written, now, reason, level=logging.ERROR)
+        return row_of(entry, now, outcome, reason), None
+
+    def _pass_on(self, entry: Entry, left: dict[str, Entry]) -> None:
+        """A knob changed later, whose original was a side effect of this one, gets the true original."""
+        order = list(self.ledger.entries)
+        for later in list(left.values()):
+            if order.index(later.knob) > order.index(entry.knob):
+                family = self.families.get(later.knob.partition("/")[0])
+                knob = family.find(self.host, later.knob) if family else None
+                for companion in entry.companions:
+                    if knob and knob.path == companion.path:
+                        left[later.knob] = replace(later, original=companion.original)
+
+    def settle(self, entries: Mapping[str, Entry]) -> None:
+        """Record what has been done already. If that fails the ledger is behind, which the next start makes out."""
+        try:
+            self.ledger.save(entries)
+        except Failed as failed:
+            log.error("%s", failed)
+
+
+def row_of(entry: Entry, current: str, outcome: Outcome, reason: str) -> Row:
+    """The row of a knob that is given back: wanted is what it was."""
+    return Row(
+        knob=entry.knob, current=current, wanted=entry.original, outcome=outcome, reason=reason, source=entry.source
+    )
+
+
+def tell(knob: str, old: str, new: str, why: str, *, level: int = logging.INFO) -> None:
+    """One line in the journal for one change, with its parts as fields of their own."""
+    fields = {"TORCHTUNED_KNOB": knob, "TORCHTUNED_OLD": old, "TORCHTUNED_NEW": new, "TORCHTUNED_WHY": why}
+    log.log(level, "%s: %s -> %s (%s)", knob, old, new, why, extra=fields)
+
+
+def refusal(case: Case, error: HostError | Hung) -> Row:
+    """The row of a knob that the kernel would not have."""
+    if isinstance(error, Hung):
+        return case.row(Outcome.FAILED, error.what)
+    excuse = case.knob.excuse(error)
+    if excuse:
+        return case.row(Outcome.KEPT, excuse)
+    if isinstance(error, Missing) or error.errno in NOT_OFFERED:
+        return case.row(Outcome.UNSUPPORTED, error.what)
+    return case.row(Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED, f"the kernel refused: {error.what}")

@@ -1,0 +1,64 @@
+"""Runs one call at a time beside the caller, and gives up waiting after a while.
+
+A write to /sys can hang in the kernel for ever (a driver that waits for its hardware). The thread that hangs cannot be
+ended, so it is left behind with its call, and the next call gets a new one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimedOut
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from torchtuned.errors import Failed
+
+T = TypeVar("T")
+_Inbox = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
+
+
+class Hung(Failed):
+    """The kernel did not come back from a call in time, or has not come back yet from an earlier one."""
+
+
+class Deadline:
+    """Calls with a time limit. Not thread-safe: the owner makes one call at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._inbox: _Inbox | None = None
+        self._hanging: dict[str, Future[Any]] = {}
+
+    def run(self, key: str, call: Callable[[], T]) -> T:
+        """Return what the call returns, or raise what it raises. Hung for a key whose last call is still out."""
+        earlier = self._hanging.get(key)
+        if earlier:
+            if not earlier.done():
+                raise Hung("an earlier access to it still hangs in the kernel", where=key)
+            del self._hanging[key]
+        if self._inbox is None:
+            self._inbox = SimpleQueue()
+            threading.Thread(target=_work, args=(self._inbox,), name="knobs", daemon=True).start()
+        future: Future[T] = Future()
+        self._inbox.put((call, future))
+        try:
+            return future.result(self.seconds)
+        except TimedOut:
+            if future.done():
+                raise
+            self._hanging[key] = future
+            self._inbox.put(None)  # should the call ever come back, its thread ends
+            self._inbox = None
+            raise Hung(f"no answer from the kernel within {self.seconds:g} s", where=key) from None
+
+
+def _work(inbox: _Inbox) -> None:
+    while (job := inbox.get()) is not None:
+        call, future = job
+        try:
+            future.set_result(call())
+        except BaseException as error:  # whatever it is, it belongs to the caller
+            future.set_exception(error)
+        del job, call, future

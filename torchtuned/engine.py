@@ -1,0 +1,273 @@
+"""Brings knobs to where the configuration wants them, and back: plan, apply, verify, undo."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+
+from torchtuned.changes import Changes, refusal, row_of, tell
+from torchtuned.config import Config
+from torchtuned.configfiles import read_config as read_config
+from torchtuned.deadline import Deadline, Hung
+from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
+from torchtuned.host import Host
+from torchtuned.ledger import Ledger
+from torchtuned.policy import DEGRADING, Outcome, Row, State
+from torchtuned.survey import UNKNOWN, Case, Survey, matches
+from torchtuned.tunables import Family, Held
+from torchtuned.tunables.cpu import CpuFamily
+from torchtuned.tunables.memory import Memory
+from torchtuned.tunables.sysctl import GLOB, SysctlFamily
+
+NOT_WANTED = "given back: no longer in the policy"
+
+
+def families() -> tuple[Family, ...]:
+    """All families that need nothing but the host."""
+    return SysctlFamily(), CpuFamily(), Memory()
+
+
+class Engine:
+    """Host policy on one machine. Thread-safe by one lock; calls block, so keep them off an event loop.
+
+    One access to a knob blocks for at most `deadline_s` seconds, and a kind of knob that hung is not tried again in
+    the same call. `tuners` in the calls are the active units of `tunables.owners.UNITS`. `on_hold` and `on_release`
+    tell of descriptors that stay open while a value is held (knob, descriptor), to be kept across a restart.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ledger: Ledger,
+        *,
+        families: Sequence[Family] = families(),
+        deadline_s: float = 5.0,
+        clock: Callable[[], float] = time.time,
+        on_hold: Callable[[str, int], None] | None = None,
+        on_release: Callable[[str], None] | None = None,
+    ) -> None:
+        self.host, self.ledger = host, ledger
+        self.families = {family.name: family for family in families}
+        self._deadline = Deadline(deadline_s)
+        self._changes = Changes(host, ledger, self._deadline, self.families, clock)
+        self._on_hold, self._on_release = on_hold, on_release
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[int, str]] = {}
+        self._failures: dict[str, Row] = {}
+        self._told: set[str] = set()
+
+    def plan(self, config: Config, *, jobs_active: bool = False, tuners: Iterable[str] = ()) -> list[Row]:
+        """What `apply` would change now. `applied` means it would be written, `kept` that nothing would be done.
+
+        Failed when the ledger cannot be read.
+        """
+        with self._lock:
+            self.ledger.peek()
+            survey = self._survey(jobs_active=jobs_active, tuners=tuners)
+            wanted, absent = survey.wanted(config)
+            rows = []
+            for knob, wish in wanted:
+                case = survey.judge(knob, wish)
+                if case.verdict.targets:
+                    reason = f"would become {case.verdict.targets[0]}"
+                    rows.append(case.row(reason="; ".join(filter(None, (reason, case.verdict.reason)))))
+                else:
+                    rows.append(case.row(Outcome.KEPT if case.verdict.ours else None))
+            ids = {knob.id for knob, _ in wanted}
+            dropped = [entry for knob, entry in self.ledger.entries.items() if knob not in ids]
+            return [*rows, *absent, *(row_of(e, e.written, Outcome.APPLIED, f"would be {NOT_WANTED}") for e in dropped)]
+
+    def verify(self, config: Config, *, jobs_active: bool, tuners: Iterable[str] = ()) -> list[Row]:
+        """What is in force. `applied` means the value is ours; a wish that is not in force is `drifted` or worse.
+
+        Failed when the ledger cannot be read.
+        """
+        with self._lock:
+            self.ledger.peek()
+            survey = self._survey(jobs_active=jobs_active, tuners=tuners)
+            wanted, absent = survey.wanted(config)
+            rows = []
+            for knob, wish in wanted:
+                case = survey.judge(knob, wish)
+                self._tell_drift(case)
+                if case.verdict.targets:
+                    row = self._failures.get(knob.id) or case.row(Outcome.DRIFTED, "not in force: apply sets it")
+                    rows.append(row)
+                else:
+                    rows.append(case.row())
+            return [*rows, *absent]
+
+    def apply(
+        self,
+        config: Config,
+        *,
+        jobs_active: bool,
+        only: Sequence[str] | None = None,
+        tuners: Iterable[str] = (),
+        reassert: bool = False,
+    ) -> list[Row]:
+        """Bring every knob to where the configuration wants it, and give back what it no longer wants.
+
+        `only`: knobs, patterns or folders such as "cpu/policy3", for a device that has just come. `reassert`: the
+        kernel, not a person, may have reset values (resume, hotplug), so write ours again. Nothing is raised for a
+        knob: each has its row, also when the ledger cannot be used.
+        """
+        with self._lock, contextlib.ExitStack() as stack:
+            fault = ""
+            try:
+                stack.enter_context(self.ledger.locked())
+            except Failed as failed:
+                fault = f"left alone, its original cannot be recorded: {failed}"
+            survey = self._survey(jobs_active=jobs_active, tuners=tuners, reassert=reassert)
+            wanted, absent = survey.wanted(config, only)
+            rows: dict[str, Row] = {}
+            if not fault:
+                rows = self._release([survey.judge(knob, wish) for knob, wish in wanted], only)
+                survey.renew(self.ledger.entries, self._held_values())
+            for _, group in groupby(wanted, key=lambda pair: pair[0].stage):
+                cases = [survey.judge(knob, wish) for knob, wish in group]
+                rows |= {case.knob.id: case.row() for case in cases if not _stuck(rows.get(case.knob.id))}
+                todo = [case for case in cases if case.verdict.targets]
+                if fault:
+                    changed = [case.row(Outcome.FAILED, fault) for case in todo]
+                else:
+                    self._note(cases)
+                    changed = self._hold([case for case in todo if isinstance(case.knob, Held)])
+                    changed += self._changes.make([case for case in todo if not isinstance(case.knob, Held)], survey)
+                rows |= {row.knob: row for row in changed}
+            for row in rows.values():
+                self._failures.pop(row.knob, None)
+                if row.outcome in DEGRADING:
+                    self._failures[row.knob] = row
+            return [*rows.values(), *absent]
+
+    def undo(self, knobs: Sequence[str] = ()) -> list[Row]:
+        """Give back what torchtuned has set: the knobs named (ids, patterns, folders), or all.
+
+        Failed when the ledger cannot be had; NoSuchKnob for a name that means no knob, before anything is done.
+        """
+        with self._lock, self.ledger.locked():
+            chosen = [knob for knob in self.ledger.entries if matches(knob, knobs or None)]
+            held = [knob for knob in self._held if matches(knob, knobs or None)]
+            untouched = [name for name in knobs if not any(matches(knob, [name]) for knob in (*chosen, *held))]
+            rows = [row for name in untouched for row in self._not_ours(name)]
+            rows += [*self._changes.give_back(chosen), *self._let_go(held)]
+            for row in rows:
+                self._failures.pop(row.knob, None)
+                self._told.discard(row.knob)
+            return rows
+
+    def release_jobs(self) -> list[Row]:
+        """Give back what was set for as long as jobs run. Failed when the ledger cannot be had."""
+        with self._lock, self.ledger.locked():
+            chosen = [knob for knob, entry in self.ledger.entries.items() if entry.when == "jobs"]
+            return self._changes.give_back(chosen) + self._let_go(list(self._held))
+
+    def adopt(self, knob: str, fd: int) -> None:
+        """Take over a descriptor that an earlier process held for a knob. The next `apply` renews or closes it."""
+        with self._lock:
+            self._held[knob] = (fd, "")
+
+    def _survey(self, *, jobs_active: bool, tuners: Iterable[str], reassert: bool = False) -> Survey:
+        return Survey(
+            host=self.host,
+            deadline=self._deadline,
+            families=self.families,
+            entries=self.ledger.entries,
+            held=self._held_values(),
+            jobs_active=jobs_active,
+            reassert=reassert,
+            tuners=tuners,
+        )
+
+    def _held_values(self) -> dict[str, str]:
+        return {knob: value for knob, (_, value) in self._held.items()}
+
+    def _release(self, cases: Sequence[Case], only: Sequence[str] | None) -> dict[str, Row]:
+        """Give back what is wanted no longer, and forget what somebody else has now."""
+        verdicts = {case.knob.id: case.verdict for case in cases}
+        self._changes.hand_over({knob: v.reason for knob, v in verdicts.items() if v.hand_over})
+        idle = {knob for knob in (*self.ledger.entries, *self._held) if matches(knob, only)} - verdicts.keys()
+        idle |= {knob for knob, verdict in verdicts.items() if verdict.release}
+        rows = self._changes.give_back(idle) + self._let_go([knob for knob in self._held if knob in idle])
+        return {row.knob: row for row in rows}
+
+    def _note(self, cases: Sequence[Case]) -> None:
+        """Record who turned out to have the last word on a knob, and say so the first time."""
+        entries = dict(self.ledger.entries)
+        for case in cases:
+            entry = entries.get(case.knob.id)
+            if entry:
+                self._tell_drift(case)
+                if case.verdict.outcome is Outcome.DRIFTED:
+                    entries[entry.knob] = replace(entry, state=State.DRIFTED)
+                elif case.verdict.ours:
+                    entries[entry.knob] = replace(
+                        entry, state=State.WRITTEN, when=case.wish.when, source=case.wish.source
+                    )
+        self._changes.settle(entries)
+
+    def _tell_drift(self, case: Case) -> None:
+        knob, entry = case.knob.id, self.ledger.entries.get(case.knob.id)
+        if case.verdict.outcome is not Outcome.DRIFTED:
+            self._told.discard(knob)
+        elif entry and entry.state is not State.DRIFTED and knob not in self._told:
+            self._told.add(knob)
+            tell(knob, entry.written, case.current, case.verdict.reason, level=logging.WARNING)
+
+    def _hold(self, cases: Iterable[Case]) -> list[Row]:
+        rows = []
+        for case in cases:
+            knob, value = case.knob, case.verdict.targets[0]
+            if not isinstance(knob, Held):
+                continue
+            try:
+                fd = self._deadline.run(knob.id, partial(knob.hold, self.host, value))
+            except (HostError, Hung) as error:
+                rows.append(refusal(case, error))
+                continue
+            self._held[knob.id] = (fd, value)
+            if self._on_hold:
+                self._on_hold(knob.id, fd)
+            tell(knob.id, case.current, value, case.wish.source)
+            rows.append(replace(case.row(reason="held by torchtuned"), current=value))
+        return rows
+
+    def _let_go(self, knobs: Iterable[str]) -> list[Row]:
+        rows = []
+        for knob in list(knobs):
+            fd, value = self._held.pop(knob)
+            if self._on_release:
+                self._on_release(knob)
+            os.close(fd)
+            tell(knob, value, "", "let go")
+            rows.append(Row(knob=knob, current="", wanted="", outcome=Outcome.APPLIED, reason="let go", source=""))
+        return rows
+
+    def _not_ours(self, name: str) -> Iterator[Row]:
+        """The row of a knob that undo finds untouched."""
+        family = self.families.get(name.partition("/")[0])
+        knob = family.find(self.host, name) if family else None
+        if knob is None and (family is None or not GLOB & set(name)) and name not in self.families:
+            raise NoSuchKnob(f"there is no knob {name!r}", hint="torchtuned plan lists those there are")
+        if knob:
+            try:
+                current = self._deadline.run(knob.id, partial(knob.read, self.host))
+            except Missing as missing:
+                raise NoSuchKnob(f"there is no knob {name!r} here: {missing.what}") from None
+            except (HostError, Hung):
+                current = UNKNOWN
+            reason = "not changed by torchtuned"
+            yield Row(knob=knob.id, current=current, wanted=current, outcome=Outcome.KEPT, reason=reason, source="")
+
+
+def _stuck(row: Row | None) -> bool:
+    """Whether a knob could not be given back, which then matters more than what is wanted of it."""
+    return row is not None and row.outcome in DEGRADING

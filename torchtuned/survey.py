@@ -1,0 +1,162 @@
+"""Finds the knobs that a configuration means on this machine, and judges each. Reads, never writes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from torchtuned.config import Config
+from torchtuned.deadline import Deadline, Hung
+from torchtuned.errors import HostError, Missing
+from torchtuned.host import Host
+from torchtuned.policy import Entry, Outcome, Row, Situation, Verdict, Wish, judge
+from torchtuned.tunables import Family, Held, Knob
+from torchtuned.tunables.cpu import on_battery
+from torchtuned.tunables.owners import Owners
+
+UNKNOWN = "?"
+FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+NOT_OFFERED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One wanted knob, its value now, and what is to be done about it."""
+
+    knob: Knob
+    wish: Wish
+    current: str
+    verdict: Verdict
+
+    def row(self, outcome: Outcome | None = None, reason: str | None = None) -> Row:
+        return Row(
+            knob=self.knob.id,
+            current=self.current,
+            wanted=str(self.wish.value),
+            outcome=outcome or self.verdict.outcome,
+            reason=self.verdict.reason if reason is None else reason,
+            source=self.verdict.source or self.wish.source,
+        )
+
+
+@dataclass
+class Survey:
+    """The knobs of one operation. `pending` holds what the operation writes, as far as it has come."""
+
+    host: Host
+    deadline: Deadline
+    families: Mapping[str, Family]
+    entries: Mapping[str, Entry]
+    held: Mapping[str, str]
+    jobs_active: bool
+    reassert: bool = False
+    tuners: Iterable[str] = ()
+    pending: dict[str, str] = field(default_factory=dict)
+    hanging: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.owners = Owners(self.host, self.tuners)
+        self.on_battery = on_battery(self.host)
+
+    def renew(self, entries: Mapping[str, Entry], held: Mapping[str, str]) -> None:
+        """Take in what has been given back since, before the knobs are judged again."""
+        self.entries, self.held, self.pending = entries, held, {}
+
+    def wanted(self, config: Config, only: Sequence[str] | None = None) -> tuple[list[tuple[Knob, Wish]], list[Row]]:
+        """The wanted knobs in the order of their writes, and rows for wishes that mean no knob here.
+
+        Of two wishes for one knob the later counts.
+        """
+        found: dict[str, tuple[Knob, Wish]] = {}
+        absent: list[Row] = []
+        for wish in config.wishes:
+            family = self.families.get(wish.knob.partition("/")[0])
+            try:
+                knobs = family.expand(self.host, wish) if family else []
+                reason = family.absent(self.host, wish) if family and not knobs else "nothing here can set it"
+                outcome = Outcome.UNSUPPORTED
+            except HostError as error:
+                knobs, reason, outcome = [], str(error), _outcome(error)
+            for knob in knobs:
+                if matches(knob.id, only):
+                    found.pop(knob.id, None)
+                    found[knob.id] = (knob, wish)
+            if not knobs and only is None:
+                absent.append(
+                    Row(
+                        knob=wish.knob,
+                        current="",
+                        wanted=str(wish.value),
+                        outcome=outcome,
+                        reason=reason,
+                        source=wish.source,
+                    )
+                )
+        return sorted(found.values(), key=lambda pair: pair[0].stage), absent
+
+    def judge(self, knob: Knob, wish: Wish) -> Case:
+        """Read one knob and decide. Whatever goes wrong becomes the verdict."""
+        if self.is_hanging(knob):
+            return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason="not tried: one like it hangs"))
+
+        def look() -> tuple[str, Sequence[str] | None, str]:
+            return knob.read(self.host), knob.choices(self.host), knob.implied(self.host, self.pending)
+
+        try:
+            current, choices, implied = self.deadline.run(knob.id, look)
+        except Hung as hung:
+            self.hang(knob)
+            return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason=hung.what))
+        except HostError as error:
+            gone = isinstance(error, Missing)
+            return Case(knob, wish, UNKNOWN, Verdict(outcome=_outcome(error), reason=error.what, hand_over=gone))
+        situation = Situation(
+            owner=self.owners.owner(knob.id),
+            on_battery=self.on_battery,
+            jobs_active=self.jobs_active,
+            reassert=self.reassert,
+        )
+        if isinstance(knob, Held):
+            verdict = self._judge_held(knob, wish, current, situation, implied)
+        else:
+            entry = self.entries.get(knob.id)
+            verdict = judge(wish, current, entry, situation, choices=choices, capacity=knob.capacity, implied=implied)
+        if verdict.targets:
+            self.pending[knob.id] = verdict.targets[0]
+        return Case(knob, wish, current, verdict)
+
+    def is_hanging(self, knob: Knob) -> bool:
+        """Whether a knob of this kind hangs."""
+        return self._group(knob) in self.hanging
+
+    def hang(self, knob: Knob) -> None:
+        """Try no more knobs of this kind in this operation: each would take the whole deadline."""
+        self.hanging.add(self._group(knob))
+
+    def _judge_held(self, knob: Held, wish: Wish, current: str, situation: Situation, implied: str) -> Verdict:
+        held = self.held.get(knob.id)
+        verdict = judge(wish, knob.unheld if held is not None else current, None, situation, implied=implied)
+        if held is None:
+            return verdict
+        if held in verdict.targets:
+            return replace(verdict, targets=(), ours=True, reason="held by torchtuned")
+        return replace(verdict, release=True)
+
+    @staticmethod
+    def _group(knob: Knob) -> str:
+        return f"{knob.id.partition('/')[0]} {knob.stage}"
+
+
+def matches(knob: str, patterns: Sequence[str] | None) -> bool:
+    """Whether a knob is one of those named: by its id, a pattern, or the folder it is in. None names all."""
+    if patterns is None:
+        return True
+    return any(fnmatchcase(knob, pattern) or knob.startswith(pattern.rstrip("/") + "/") for pattern in patterns)
+
+
+def _outcome(error: HostError) -> Outcome:
+    if isinstance(error, Missing) or error.errno in NOT_OFFERED or error.errno == errno.EBUSY:
+        return Outcome.UNSUPPORTED
+    return Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED
