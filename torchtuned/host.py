@@ -73,6 +73,13 @@ class Host:
                 return []
             raise self._unread(path, error) from None
 
+    def stat(self, path: str) -> os.stat_result:
+        """Mode and owner of what the path leads to. Missing, Unreadable."""
+        try:
+            return os.stat(self._prefix + path)
+        except OSError as error:
+            raise self._unread(path, error) from None
+
     def link(self, path: str) -> str:
         """What a symbolic link says, unresolved. Missing (also when it is no link), Unreadable."""
         try:
