@@ -37,7 +37,9 @@ GOOD: dict[str, Any] = {
 
 
 def test_a_good_grant_comes_back_whole() -> None:
-    assert trusted(GOOD, MASK) == {**GOOD, "cpu_max": None, "gpus_alike": False}
+    assert trusted(GOOD, MASK) == {**GOOD, "cpu_max": None, "gpus_alike": False, "limits": {}, "env_profiles": []}
+    more = {"cpu_max": 2, "gpus_alike": True, "limits": {"nofile": "hard", "core": "0"}, "env_profiles": ["cpu"]}
+    assert trusted({**GOOD, **more}, MASK) == {**GOOD, **more}
 
 
 def test_unknown_fields_are_dropped() -> None:
@@ -85,6 +87,10 @@ def test_queued_needs_no_place() -> None:
         ("ranks", [GOOD["ranks"][0]] * 5000),
         ("warnings", [1]),
         ("warnings", ["x"] * 1000),
+        ("limits", {"nproc": "1"}),
+        ("limits", {"nofile": 3}),
+        ("limits", {"nofile": "soft"}),
+        ("env_profiles", ["LD_PRELOAD"]),
         ("gpu_indexes", ["0"]),
         ("gpu_indexes", [-1]),
         ("gpu_uuids", ["GPU-a\nLD_PRELOAD=/tmp/x"]),

@@ -8,11 +8,14 @@ badly: nothing here ends up as a file name, a command, or a variable's free text
 from __future__ import annotations
 
 from torchtuned.cpuset import LIMIT, CpuSet, format_list, parse_list
+from torchtuned.environment import PROFILES
 from torchtuned.errors import Failed
 
 SCHEMA = 1
 STATES = ("queued", "granted", "running")
 CONFINEMENTS = ("cpuset", "affinity", "none")
+LIMITS = ("nofile", "memlock", "core")
+LIMIT_WORDS = ("keep", "hard", "infinity")
 MAX_RANKS = 4096
 MAX_TEXTS = 64
 MAX_TEXT = 500
@@ -54,6 +57,10 @@ def trusted(document: object, mask: CpuSet) -> dict[str, object]:
         "gpus_alike": _flag("gpus_alike", get("gpus_alike", False)),
         "gpu_indexes": _indexes(get("gpu_indexes")),
         "gpu_uuids": _uuids(get("gpu_uuids")),
+        "limits": _limits(get("limits", {})),
+        "env_profiles": [
+            _one_of("env_profiles", item, PROFILES) for item in _items("env_profiles", get("env_profiles", []), 8)
+        ],
     }
 
 
@@ -123,6 +130,19 @@ def _uuids(value: object) -> list[str] | None:
 
 def _indexes(value: object) -> list[int] | None:
     return None if value is None else [_number("gpu_indexes", item, 0) for item in _items("gpu_indexes", value)]
+
+
+def _limits(value: object) -> dict[str, str]:
+    """The administrator's limits for jobs: "keep", "hard", "infinity" or a number for a resource that we know."""
+    if not isinstance(value, dict) or len(value) > len(LIMITS):
+        raise Failed(f"limits: not an object of at most {len(LIMITS)}: {_short(value)}")
+    for name, limit in value.items():
+        _one_of("limits", name, LIMITS)
+        if not isinstance(limit, str) or not (
+            limit in LIMIT_WORDS or (limit.isascii() and limit.isdigit() and len(limit) < 20)
+        ):
+            raise Failed(f"limits: {name}: not a limit: {_short(limit)}")
+    return dict(value)
 
 
 def _words(field: str, value: object) -> str:

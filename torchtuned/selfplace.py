@@ -1,0 +1,320 @@
+"""A place without a daemon: the same placement, and a table of this user's own jobs.
+
+In a container, or where torchtunedd does not run, nobody sees all jobs. What can be kept apart are the jobs of one
+user: they are written to a table in a folder that only the user can write, under a lock, each as process id and start
+time, so that a job that has ended needs nobody to say so. A daemon that comes later reads the table and adopts them.
+
+The table is `jobs.json` in $XDG_RUNTIME_DIR/torchtuned, else /run/user/UID/torchtuned, else /tmp/torchtuned-UID:
+{"schema": 1, "jobs": [{"pid", "start", "uid", "since", "request", "grant", "confinement"}, ...]}.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from torchtuned import cuda, discover
+from torchtuned.config import Config
+from torchtuned.engine import read_config
+from torchtuned.errors import Busy, Failed, HostError, TorchtunedError
+from torchtuned.gpus import Gpus
+from torchtuned.host import Host
+from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, place, request_from_json
+from torchtuned.topology import Topology
+
+SCHEMA = 1
+TABLE, LOCK = "jobs.json", "lock"
+LOCK_S = 5.0
+RETRY_S = 1.0
+MAX_TABLE = 4 << 20  # bytes
+
+
+def place_self(
+    wishes: Mapping[str, Any], *, pid: int, dry: bool = False, per_gpu: bool = False, host: Host | None = None
+) -> dict[str, Any]:
+    """A grant document for the process `pid`, written to the table unless `dry`.
+
+    `wishes` is a request document; `per_gpu`: the command starts one rank for each GPU that there is. Raises what
+    place() raises; waits for a place when the request says so.
+    """
+    host = host or Host()
+    warnings: list[str] = []
+    config = _config(host, warnings)
+    rules = config.rules()
+    limits = discover.limits(host, pid)
+    machine = _machine(host, config, wishes, pid)
+    request = replace(request_from_json(dict(wishes)), affinity=limits.affinity or None, cpu_max=limits.cpu_max)
+    if per_gpu and machine.gpus:
+        request = replace(request, ranks=len(machine.gpus))
+    wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
+    deadline = None if not wait else time.monotonic() + wait
+    held = _held_gpus(host, machine, request)
+    while True:
+        try:
+            with _table(warnings) as table:
+                jobs = table.live(host, pid)
+                others = [job for job in jobs if job["pid"] not in _ancestors(host, pid)]
+                in_force = [grant_from_json(job["grant"]) for job in others]
+                grant = place(machine, [*in_force, held], request, rules)
+                confinement = "none" if request.confine == "none" or not grant.bound else "affinity"
+                if not dry:
+                    table.write([*jobs, _entry(host, pid, wishes, grant, confinement)], warnings)
+            break
+        except Busy:
+            if wait is None or dry or (deadline is not None and time.monotonic() >= deadline):
+                raise
+        time.sleep(RETRY_S)
+        warnings.clear()
+    if request.confine == "cpuset":
+        warnings.append("--confine=cpuset needs torchtunedd; the job is kept on its CPUs by affinity")
+    return {
+        **grant_to_json(grant),
+        **_gpu_names(machine, grant),
+        "schema": SCHEMA,
+        "job": f"self-{pid}",
+        "state": "running",
+        "confinement": confinement,
+        "scope": "",
+        "cpu_max": limits.cpu_max,
+        "omp_max_gpu": rules.omp_max_gpu,
+        "limits": dict(config.jobs.limits),
+        "env_profiles": list(config.env.profiles),
+        "warnings": [*grant.warnings, *warnings],
+    }
+
+
+def forget(pid: int) -> None:
+    """Take a job out of the table: its command could not be started."""
+    host = Host()
+    with _table([]) as table:
+        table.write(table.live(host, pid), [])
+
+
+def _config(host: Host, warnings: list[str]) -> Config:
+    """The administrator's rules hold without the daemon too; a file with faults must not keep a job from starting."""
+    try:
+        return read_config(host, None)
+    except TorchtunedError as error:
+        warnings.append(f"the configuration is not used: {str(error).splitlines()[0]}")
+        return Config()
+
+
+def _machine(host: Host, config: Config, wishes: Mapping[str, Any], pid: int) -> Topology:
+    """The topology with the GPUs that this process can open. NVML is asked only where the job speaks of UUIDs."""
+    machine = discover.topology(host, caller=pid, watch=config.gpu.watch)
+    names = wishes["gpus"] if isinstance(wishes["gpus"], list) else []
+    words = [*names, *str(wishes["cuda_visible_devices"] or "").split(",")]
+    if machine.gpus and any(word.strip().startswith(("GPU-", "MIG-")) for word in words):
+        machine = discover.topology(host, caller=pid, watch=config.gpu.watch, gpus=Gpus(host).facts())
+    return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if _reachable(host, gpu.address)))
+
+
+def _held_gpus(host: Host, machine: Topology, request: Request) -> Grant:
+    """The GPUs on which somebody computes, as a grant in force that holds nothing else. NVML is asked only for a job
+    that takes GPUs by number.
+    """
+    if not isinstance(request.gpus, int) or not request.gpus or not machine.gpus:
+        return Grant(cpus=frozenset(), bound=False)
+    busy = Gpus(host).busy()
+    return Grant(cpus=frozenset(), gpus=tuple(address for address, users in busy.items() if users), bound=False)
+
+
+def _reachable(host: Host, address: str) -> bool:
+    """False for a GPU whose driver says which device file it has, when that file is not here: a container sees all
+    GPUs of the machine in /sys, but CUDA counts only those it can open.
+    """
+    folder = "/proc/driver/nvidia/gpus"
+    if address not in host.list(folder):
+        return not host.list(folder)
+    try:
+        lines = host.read(f"{folder}/{address}/information").splitlines()
+    except HostError:
+        return True
+    minors = [line.partition(":")[2].strip() for line in lines if line.startswith("Device Minor")]
+    return not minors or host.exists(f"/dev/nvidia{minors[0]}")
+
+
+def _gpu_names(machine: Topology, grant: Grant) -> dict[str, Any]:
+    nvidia = sorted((gpu for gpu in machine.gpus if gpu.vendor == cuda.NVIDIA), key=cuda.pci_key)
+    counted = nvidia or sorted(machine.gpus, key=cuda.pci_key)
+    places = {gpu.address: index for index, gpu in enumerate(counted)}
+    uuids = {gpu.address: gpu.uuid for gpu in counted}
+    known = all(address in places for address in grant.gpus)
+    return {
+        "gpus_alike": cuda.alike(counted),
+        "gpu_indexes": [places[address] for address in grant.gpus] if known else None,
+        "gpu_uuids": [uuids[a] for a in grant.gpus] if known and all(uuids[a] for a in grant.gpus) else None,
+    }
+
+
+def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, confinement: str) -> dict[str, Any]:
+    return {
+        "pid": pid,
+        "start": _stat(host, pid)[1],
+        "uid": os.getuid(),
+        "since": int(time.time() * 1e6),
+        "request": dict(wishes),
+        "grant": grant_to_json(grant),
+        "confinement": confinement,
+    }
+
+
+def _stat(host: Host, pid: int) -> tuple[int, int, str]:
+    """(parent, start time in clock ticks after boot, state) of a process. Missing, Unreadable."""
+    fields = host.read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19]), fields[0]
+
+
+def _ancestors(host: Host, pid: int) -> set[int]:
+    """A job inside a job does not compete with it: it may use what its ancestors have."""
+    found: set[int] = set()
+    with suppress(HostError):
+        while (pid := _stat(host, pid)[0]) > 1 and pid not in found:
+            found.add(pid)
+    return found
+
+
+class _Table:
+    """The table while its lock is held; without a folder (-1) it is empty and writes go nowhere."""
+
+    def __init__(self, folder: int) -> None:
+        self._folder = folder
+
+    def live(self, host: Host, pid: int) -> list[dict[str, Any]]:
+        """The entries of processes that are still there, without any older one of `pid`."""
+        return [job for job in self._read() if job["pid"] != pid and _lives(host, job)]
+
+    def _read(self) -> list[dict[str, Any]]:
+        """What is not ours, not plain or not readable is as good as not there: it will be replaced."""
+        if self._folder < 0:
+            return []
+        try:
+            fd = os.open(TABLE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._folder)
+        except OSError:
+            return []
+        with os.fdopen(fd, encoding="utf-8") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size > MAX_TABLE:
+                return []
+            try:
+                document = json.load(file)
+                return [job for job in document["jobs"] if document["schema"] == SCHEMA and _plausible(job)]
+            except (ValueError, TypeError, KeyError, RecursionError):
+                return []
+
+    def write(self, jobs: list[dict[str, Any]], warnings: list[str]) -> None:
+        """Replace the table. A full disk costs a warning, not the job."""
+        if self._folder < 0:
+            return
+        temporary = f"{TABLE}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=self._folder)
+            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._folder), "w", encoding="utf-8") as file:
+                json.dump({"schema": SCHEMA, "jobs": jobs}, file)
+            os.replace(temporary, TABLE, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except OSError as error:
+            where = f"{folder_path()}/{TABLE}"
+            warnings.append(f"{where} cannot be written ({error.strerror}), so your next jobs may get these CPUs too")
+
+
+def _plausible(job: Any) -> bool:
+    try:
+        grant_from_json(job["grant"])
+    except (TorchtunedError, TypeError, KeyError):
+        return False
+    return all(type(job.get(key)) is int for key in ("pid", "start"))
+
+
+def _lives(host: Host, job: Mapping[str, Any]) -> bool:
+    try:
+        _, start, state = _stat(host, job["pid"])
+    except (HostError, ValueError, IndexError):
+        return False
+    return start == job["start"] and state not in "ZX"
+
+
+@contextmanager
+def _table(warnings: list[str]) -> Iterator[_Table]:
+    """The locked table. Where there can be none, jobs are still placed, with a warning that they are not kept apart."""
+    folder = lock = -1
+    try:
+        try:
+            folder = _open_folder()
+            lock = _take_lock(folder)
+        except (OSError, Failed) as error:
+            text = str(error) if isinstance(error, Failed) else f"{error.filename}: {error.strerror}"
+            warnings.append(f"your other jobs are not known ({text}), so their CPUs may be these")
+            if folder >= 0:
+                os.close(folder)
+            folder = -1
+        yield _Table(folder)
+    finally:
+        for fd in (lock, folder):
+            if fd >= 0:
+                os.close(fd)
+
+
+def folder_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
+    """Where the table of a user is: in the runtime folder, named or not, if that is the user's own."""
+    uid = os.getuid() if uid is None else uid
+    for runtime in (environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"):
+        if runtime.startswith("/") and _is_own_folder(runtime, uid):
+            return f"{runtime}/torchtuned"
+    return f"/tmp/torchtuned-{uid}"
+
+
+def _is_own_folder(path: str, uid: int) -> bool:
+    """Under sudo XDG_RUNTIME_DIR may be that of another user, whom we do not trust with our names."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
+
+
+def _open_folder() -> int:
+    """A descriptor of the folder, which must be a real one, this user's, and writable for nobody else."""
+    path = folder_path()
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            raise Failed("not a folder, or a link", where=path) from None
+        raise
+    found = os.fstat(fd)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        os.close(fd)
+        what = f"owned by user {found.st_uid}" if found.st_uid != os.getuid() else "open to other users"
+        raise Failed(what, where=path, hint="remove it, or chmod it to 700")
+    return fd
+
+
+def _take_lock(folder: int) -> int:
+    fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(fd)
+                raise Failed(f"locked for more than {LOCK_S:.0f} s", where=f"{folder_path()}/{LOCK}") from None
+            time.sleep(0.005)
+        except OSError:
+            os.close(fd)
+            raise
