@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -110,10 +111,11 @@ def test_a_sleeping_gpu_is_left_alone(fake: FakeGpus) -> None:
     asked = gpus(fake)
     assert {a: s.state for a, s in asked.sample().items()} == {A: "asleep", B: "ok"}
     assert {gpu for _, gpu in fake.calls()} == {-1, 1}
-    with pytest.raises(Missing, match="sleeps"):
+    with pytest.raises(Refused, match="sleeps"):
         asked.set(A, "persistence_mode", "on")
-    with pytest.raises(Missing, match="sleeps"):
+    with pytest.raises(Unreadable, match="sleeps") as caught:
         asked.get(A, "persistence_mode")
+    assert caught.value.errno == errno.EBUSY
     assert {gpu for _, gpu in fake.calls()} == {-1, 1}
 
     fake.tree({status.replace("01:00.0", "02:00.0"): "suspended\n"})
@@ -145,7 +147,7 @@ def test_nvml_does_not_start(fake: FakeGpus, code: int, state: str) -> None:
     assert asked.status.state == state
     assert asked.status.text
     assert asked.sample()[A].state == "unknown"
-    with pytest.raises(Missing) as caught:
+    with pytest.raises(Refused if state == "denied" else Missing) as caught:
         asked.set(A, "persistence_mode", "on")
     assert asked.status.text in str(caught.value)
     assert fake.get(0, "persistence") == "0"

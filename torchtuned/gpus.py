@@ -35,7 +35,7 @@ from typing import Any
 from torchtuned.cpuset import parse_mask
 from torchtuned.errors import HostError, Missing, Refused, Unreadable
 from torchtuned.host import Host
-from torchtuned.nvidia import asleep, driver, functions
+from torchtuned.nvidia import UNLOCKED, LockedClocks, asleep, driver, functions
 from torchtuned.topology import GpuFacts
 
 CHILD = Path(__file__).with_name("nvml.py").read_text(encoding="utf-8")
@@ -130,16 +130,18 @@ class Gpus:
         self._lock = threading.Lock()
         self._stuck: list[subprocess.Popen[bytes]] = []
         self._facts: dict[str, GpuFacts] = {}
+        self.locked = LockedClocks() if host.real else LockedClocks(host.root / "run/torchtuned/locked-clocks.json")
 
     def addresses(self) -> tuple[str, ...]:
         """The PCI addresses of the NVIDIA GPUs here, in PCI order, whatever holds them."""
         return tuple(function.address for function in functions(self.host) if function.is_gpu)
 
     def forget(self, address: str | None = None) -> None:
-        """Drop what is kept about a GPU (all when None): after add, remove, bind, unbind and changes of MIG."""
-        with self._lock:
-            for known in list(self._facts) if address is None else [address]:
+        """Drop what is kept about a GPU (all when None): its driver started anew, or it came or went."""
+        for known in self.addresses() if address is None else [address]:
+            with self._lock:
                 self._facts.pop(known, None)
+            self.locked.put(known, UNLOCKED)
 
     def facts(self, addresses: Sequence[str] | None = None) -> dict[str, GpuFacts]:
         """Name, UUID, near CPUs and MIG devices. GPUs that NVML could not be asked about are left out."""
@@ -167,21 +169,27 @@ class Gpus:
     def get(self, address: str, knob: str) -> str:
         """The value of a knob: persistence_mode "on" or "off", power_limit, power_default and power_range (LOW-HIGH)
         in watts, compute_mode. Missing when this GPU, driver or pynvml does not have it or NVML cannot be asked;
-        Unreadable when asking failed.
+        Unreadable when asking failed, with EBUSY when the GPU sleeps.
         """
-        reading = self.read([address], (knob,))[address]
+        return self.value(self.read([address], (knob,))[address], knob)
+
+    def value(self, reading: Reading, knob: str) -> str:
+        """The value of a knob in what read() brought; errors as get()."""
         if knob in reading.values:
             return _text(knob, reading.values[knob])
-        raise _error(address, knob, reading, self.status, Unreadable)
+        raise _error(reading.address, knob, reading, self.status, Unreadable)
 
     def set(self, address: str, knob: str, value: str) -> str:
-        """Give a knob a value; returns what the driver says it is afterwards. locked_clocks ("LOW-HIGH" in MHz, or
-        "unlocked") cannot be read back: the value written is returned. Missing as for get(); Refused when the driver
-        does not take the value, or says yes and has another one afterwards.
+        """Give a knob a value; returns what the driver says it is afterwards. locked_clocks ("MHZ" or "MHZ-MHZ" or
+        "unlocked") cannot be read back: it is noted in `locked` first and returned as written. Missing as for get();
+        Refused when the driver does not take the value, or says yes and has another one afterwards.
         """
         reading = Reading(address=address, state=self._state(address))
         if reading.state == "ok":
             number = str(round(float(value) * 1000)) if knob == "power_limit" else value
+            before = self.locked.get(address)
+            if knob == "locked_clocks":
+                self.locked.put(address, value)
             answers, status = self._ask({"address": address, "knob": knob, "value": number})
             answer = answers[-1] if answers else {}
             if "written" in answer:
@@ -189,6 +197,8 @@ class Gpus:
                 if after != value:
                     raise Refused(f"{value} was accepted and {after} is in force", where=f"GPU {address} {knob}")
                 return after
+            if knob == "locked_clocks":
+                self.locked.put(address, before)
             errors = {knob: (answer["error"][0], answer["error"][1])} if "error" in answer else {}
             reading = Reading(address=address, state=status.state, errors=errors)
         raise _error(address, knob, reading, self.status, Refused)
@@ -298,11 +308,13 @@ def _error(address: str, knob: str, reading: Reading, status: NvmlStatus, kind: 
     where = f"GPU {address} {knob}"
     code, words = reading.errors.get(knob, reading.errors.get("handle", (0, "")))
     if reading.state == "asleep":
-        return Missing("the GPU sleeps and is not woken for this", where=where)
+        return kind("the GPU sleeps and is not woken for this", where=where, errno=errno.EBUSY)
     if reading.state == "unbound":
         return Missing("the GPU is not bound to the nvidia driver", where=where)
     if reading.state == "hung":
         return kind(status.text, where=where, errno=errno.ETIMEDOUT)
+    if status.state == "denied":
+        return kind(status.text, where=where, errno=errno.EACCES, hint="this needs root")
     if code in (NOT_SUPPORTED, FUNCTION_NOT_FOUND, NOT_FOUND):
         return Missing(f"this GPU or driver does not have it ({words})", where=where)
     if code == NO_PERMISSION:

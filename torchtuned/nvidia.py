@@ -1,18 +1,21 @@
-"""What the kernel and nvidia-persistenced show of NVIDIA's devices without the driver being asked."""
+"""What is known of NVIDIA's devices without asking the driver: from the kernel, from nvidia-persistenced, from us."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from torchtuned.errors import HostError
+from torchtuned.errors import HostError, Refused
 from torchtuned.host import Host
 
 NVIDIA = "0x10de"
 PCI = "/sys/bus/pci/devices"
 GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers; not NVSwitch (0x0680), not the card's audio (0x0403)
 PERSISTENCED = "/run/nvidia-persistenced"
+UNLOCKED = "unlocked"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +67,37 @@ def persistenced(host: Host) -> int:
         return pid if host.read(f"/proc/{pid}/comm").startswith("nvidia-persiste") else 0
     except HostError:
         return 0
+
+
+class LockedClocks:
+    """Our note of the clocks that we locked, by PCI address: NVML sets them and no driver reads them back."""
+
+    def __init__(self, path: str | os.PathLike[str] = "/run/torchtuned/locked-clocks.json") -> None:
+        self.path = Path(path)
+
+    def get(self, address: str) -> str:
+        """ "MHZ", "MHZ-MHZ" or "unlocked", as it was put. A note that cannot be read is none."""
+        return self._all().get(address, UNLOCKED)
+
+    def put(self, address: str, clocks: str) -> None:
+        """Note what is locked now, "unlocked" for nothing. Refused when it cannot be noted."""
+        noted = self._all()
+        if noted.get(address, UNLOCKED) == clocks:
+            return
+        noted = {other: value for other, value in noted.items() if other != address}
+        if clocks != UNLOCKED:
+            noted[address] = clocks
+        fresh = self.path.with_suffix(".new")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(noted), encoding="utf-8")
+            os.rename(fresh, self.path)
+        except OSError as error:
+            raise Refused(f"cannot note the locked clocks: {error.strerror}", where=str(self.path)) from error
+
+    def _all(self) -> dict[str, str]:
+        try:
+            noted = json.loads(self.path.read_text(encoding="utf-8"))
+            return {str(address): str(clocks) for address, clocks in noted.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}

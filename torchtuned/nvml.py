@@ -142,8 +142,8 @@ def set_clocks(nvml: Any, gpu: Any, value: str) -> None:
     if value == "unlocked":
         nvml.nvmlDeviceResetGpuLockedClocks(gpu)
     else:
-        low, high = value.split("-")
-        nvml.nvmlDeviceSetGpuLockedClocks(gpu, int(low), int(high))
+        low, _, high = value.partition("-")
+        nvml.nvmlDeviceSetGpuLockedClocks(gpu, int(low), int(high or low))
 
 
 KNOBS: dict[str, Callable[[Any, Any, str], Any]] = {
