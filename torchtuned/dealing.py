@@ -28,7 +28,7 @@ class Piece:
 
 
 def pieces(machine: Topology, usable: CpuSet, busy: CpuSet) -> list[Piece]:
-    """What is usable of each core, in order of the lowest CPU."""
+    """What is usable of each core, in the order of the machine's cores (by their lowest CPU)."""
     cache_of = {cpu: i for i, cpus in enumerate(machine.llc) for cpu in cpus}
     found = []
     for core in machine.cores:
@@ -44,21 +44,20 @@ def pieces(machine: Topology, usable: CpuSet, busy: CpuSet) -> list[Piece]:
                     free=core.cpus.isdisjoint(busy),
                 )
             )
-    return sorted(found, key=lambda piece: piece.first)
+    return found
 
 
 def cpus_of(share: Iterable[Piece]) -> CpuSet:
     return frozenset(cpu for piece in share for cpu in piece.cpus)
 
 
-def deal(cores: Sequence[Piece], count: int) -> list[list[Piece]]:
+def deal(cores: Sequence[Piece], count: int, *, kinds: bool = True) -> list[list[Piece]]:
     """`count` shares of neighbouring pieces, kind by kind; what does not divide goes to the first shares.
 
     As torch's exclusive policy does it, but for unlike cores. Shares are empty when there are fewer pieces.
     """
     shares: list[list[Piece]] = [[] for _ in range(count)]
-    for kind in sorted({piece.kind for piece in cores}):
-        alike = [piece for piece in cores if piece.kind == kind]
+    for alike in group(cores, lambda piece: piece.kind if kinds else 0):
         base, extra = divmod(len(alike), count)
         start = 0
         for i, share in enumerate(shares):
@@ -74,7 +73,7 @@ def deal_or_share(cores: Sequence[Piece], count: int) -> list[list[Piece]]:
         shares = deal(cores, count)
         if all(shares):
             return shares
-        return deal([Piece(p.first, p.cpus, 0, p.node, p.cache, p.free) for p in cores], count)
+        return deal(cores, count, kinds=False)
     return [[cores[i * len(cores) // count]] for i in range(count)]
 
 
@@ -85,7 +84,7 @@ def deal_ranks(cores: Sequence[Piece], count: int) -> list[list[Piece]]:
         parts = _apportion([len(node) for node in nodes], count)
         if all(len(node) // part >= len(cores) // count for node, part in zip(nodes, parts, strict=True)):
             return [share for node, part in zip(nodes, parts, strict=True) for share in deal_or_share(node, part)]
-    return deal_or_share([piece for node in nodes for piece in node], count)
+    return deal_or_share(by_node(cores), count)
 
 
 def _apportion(sizes: Sequence[int], count: int) -> list[int]:
@@ -109,6 +108,11 @@ def group(cores: Iterable[Piece], key: Callable[[Piece], int]) -> list[list[Piec
     return [groups[value] for value in sorted(groups)]
 
 
+def by_node(cores: Iterable[Piece]) -> list[Piece]:
+    """Pieces of a node side by side, so that neighbouring ranks and jobs have neighbouring cores."""
+    return [piece for node in group(cores, lambda piece: piece.node) for piece in node]
+
+
 def pick(cores: Sequence[Piece], count: int) -> list[Piece]:
     """`count` pieces close together: of one node if one has enough (the fullest that does, so that whole nodes stay
     whole), the fastest kinds first, of one cache if one has enough. All of them when there are not more.
@@ -116,10 +120,10 @@ def pick(cores: Sequence[Piece], count: int) -> list[Piece]:
     if len(cores) <= count:
         return list(cores)
     chosen: list[Piece] = []
-    for by_node in _fitting(group(cores, lambda piece: piece.node), count):
-        for by_kind in group(by_node, lambda piece: piece.kind):
-            for by_cache in _fitting(group(by_kind, lambda piece: piece.cache), count - len(chosen)):
-                chosen += sorted(by_cache, key=lambda piece: piece.first)[: count - len(chosen)]
+    for node in _fitting(group(cores, lambda piece: piece.node), count):
+        for alike in group(node, lambda piece: piece.kind):
+            for cache in _fitting(group(alike, lambda piece: piece.cache), count - len(chosen)):
+                chosen += cache[: count - len(chosen)]
     return chosen
 
 

@@ -1,0 +1,193 @@
+"""Shares of GPUs. Pure.
+
+Every GPU has a home: its part of the whole cores near it, cut as torch's exclusive policy cuts them, whether or not
+its neighbours are in use. So two jobs that start at different times on different GPUs find different cores. Where a
+home is taken (by a job without GPUs, say) a GPU gets other free cores near it, then free cores far off, and only when
+the machine has none left is anything shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtuned.cpuset import CpuSet, format_list
+from torchtuned.cpushares import grouped
+from torchtuned.dealing import Piece, by_node, cpus_of, deal, deal_or_share, group, near, pick
+from torchtuned.space import Space
+from torchtuned.topology import Gpu
+
+
+@dataclass
+class Share:
+    """What one GPU gets, and why."""
+
+    cores: list[Piece]
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is meant for one GPU: `home` its own cores, `pool` all usable cores near it, `size` how many it gets.
+
+    `far` cores are taken to reach the size only when the size was asked for.
+    """
+
+    gpu: Gpu
+    home: list[Piece]
+    pool: list[Piece]
+    size: int
+    far: bool
+
+
+def gpu_shares(space: Space, gpus: Sequence[Gpu]) -> list[Share]:
+    """One share for each GPU, in the same order. Busy, Unplaceable."""
+    if space.request.policy == "exclusive" or space.request.cpus is not None:
+        return _exclusive(space, gpus)
+    stranded = [gpu for gpu in gpus if not _pool(space, gpu)]
+    instead = dict(zip((gpu.address for gpu in stranded), _exclusive(space, stranded), strict=True))
+    return [instead[gpu.address] if gpu in stranded else _whole(space, gpu) for gpu in gpus]
+
+
+def _exclusive(space: Space, gpus: Sequence[Gpu]) -> list[Share]:
+    plans, reasons = _plans(space, gpus)
+    # first what is everyone's own, so that nobody's shortage is filled from a neighbour's home
+    shares = [
+        Share(space.take(space.free(plan.home)[: plan.size]), [reason])
+        for plan, reason in zip(plans, reasons, strict=True)
+    ]
+    for i, (plan, share) in enumerate(zip(plans, shares, strict=True)):
+        if plan.size:
+            _fill(space, plan, share)
+        else:  # fewer cores were asked for than there are GPUs
+            share.cores = shares[i - 1].cores
+            space.warn("there are fewer cores than GPUs, so some ranks share a core")
+    return shares
+
+
+def _plans(space: Space, gpus: Sequence[Gpu]) -> tuple[list[_Plan], list[str]]:
+    free = space.free(space.cores)
+    kind, number = space.counted(free)
+    homes, fair = _homes(space, gpus)
+    pools = [_pool(space, gpu) for gpu in gpus]
+    sizes = [len(homes[gpu.address]) for gpu in gpus]
+    reasons = [_home_reason(space, gpu, homes[gpu.address], fair=fair) for gpu in gpus]
+    if kind == "node":
+        for local in {gpu.local_cpus: pool for gpu, pool in zip(gpus, pools, strict=True)}.values():
+            mates = [i for i, pool in enumerate(pools) if pool == local]
+            for i, part in zip(mates, deal(space.free(local), len(mates)), strict=True):
+                sizes[i] = len(part) or sizes[i]
+                reasons[i] = f"{sizes[i]} cores of its node for --cpus node"
+    elif kind == "cores" and number:
+        bunches = [i * number // len(gpus) for i in range(len(gpus))] if number < len(gpus) else list(range(len(gpus)))
+        base, extra = divmod(number, len(gpus))
+        sizes = [base + (i < extra) if base else int(i == bunches.index(bunch)) for i, bunch in enumerate(bunches)]
+        reasons = [f"its part of {number} cores for --cpus {space.request.cpus}"] * len(gpus)
+    plans = [
+        _Plan(gpu, homes[gpu.address], pool, size, far=kind == "cores")
+        for gpu, pool, size in zip(gpus, pools, sizes, strict=True)
+    ]
+    return plans, reasons
+
+
+def _fill(space: Space, plan: _Plan, share: Share) -> None:
+    """Make up for home cores that others hold: near ones, then far ones, then sharing."""
+    whose = f"GPU {plan.gpu.address}: "
+    if missing := plan.size - len(share.cores):
+        share.cores += space.take(pick(space.free(plan.pool), missing))
+    if len(share.cores) < plan.size and (plan.far or not share.cores):
+        node = plan.pool[0].node if plan.pool else -1 if plan.gpu.numa_node is None else plan.gpu.numa_node
+        more = near(space.free(space.cores), space.machine, node)[: plan.size - len(share.cores)]
+        if more and plan.pool and not plan.far:
+            space.warn(f"{whose}no core near it is free, so it gets CPUs {format_list(cpus_of(more))} far from it")
+        share.cores += space.take(more)
+    if share.cores:
+        if len(share.cores) < plan.size:
+            space.short(len(share.cores), plan.size, whose)
+        return
+    share.cores = plan.home or plan.pool
+    if all(piece.first in space.taken for piece in share.cores):
+        space.warn("there are fewer cores than GPUs, so some ranks share a core")
+    else:
+        space.share(share.cores, whose)
+
+
+def _pool(space: Space, gpu: Gpu) -> list[Piece]:
+    """The usable cores near a GPU."""
+    return [piece for piece in space.cores if piece.first in gpu.local_cpus]
+
+
+def _homes(space: Space, gpus: Sequence[Gpu]) -> tuple[dict[str, list[Piece]], bool]:
+    """The home of every GPU of the machine, and whether these are fair parts of everything instead of their nodes'.
+
+    GPUs that are near the same CPUs divide those; where one set lies inside another the inner one goes first.
+    """
+    everyone = space.machine.gpus
+    homes: dict[str, list[Piece]] = {}
+    given: set[int] = set()
+    mates: dict[CpuSet, list[Gpu]] = {}
+    for gpu in everyone:
+        mates.setdefault(gpu.local_cpus, []).append(gpu)
+    for local in sorted(mates, key=lambda cpus: (len(cpus), min(cpus, default=-1))):
+        near_by = [piece for piece in space.cores if piece.first in local and piece.first not in given]
+        given |= {piece.first for piece in near_by}
+        shares = deal(near_by, len(mates[local]))
+        homes |= {gpu.address: share for gpu, share in zip(mates[local], shares, strict=True)}
+    stranded = [gpu.address for gpu in gpus if not homes[gpu.address]]
+    if not stranded:
+        return homes, False
+    space.warn(
+        f"CPUs {format_list(cpus_of(space.cores))} leave no core near GPU {', '.join(stranded)}: "
+        "every GPU gets a fair part of what is allowed"
+    )
+    shares = deal_or_share(by_node(space.cores), len(everyone))
+    return {gpu.address: share for gpu, share in zip(everyone, shares, strict=True)}, True
+
+
+def _home_reason(space: Space, gpu: Gpu, home: Sequence[Piece], *, fair: bool) -> str:
+    if fair:
+        return f"{len(home)} of all {len(space.cores)} cores, a part for each of {len(space.machine.gpus)} GPUs"
+    mates = sum(1 for other in space.machine.gpus if other.local_cpus == gpu.local_cpus)
+    parted = "" if mates == 1 else f", divided among {mates} GPUs"
+    return f"{len(home)} of the {len(_pool(space, gpu))} cores there{parted}"
+
+
+def _whole(space: Space, gpu: Gpu) -> Share:
+    """node, socket and core-complex: torch's sets, less what other jobs hold. Ranks of one job may meet in them."""
+    policy, local = space.request.policy, _pool(space, gpu)
+    if policy == "socket":
+        wish = _socket(space, local)
+    elif policy == "core-complex":
+        wish = _complex(space, gpu, local)
+    else:
+        wish = local
+    free = [piece for piece in wish if piece.free]
+    share = Share(free, [f"{len(free) or 'no'} free cores of its {policy}"])
+    if not free:
+        _fill(space, _Plan(gpu, wish, local, len(wish), far=False), share)
+    space.take(share.cores)
+    return share
+
+
+def _socket(space: Space, local: Sequence[Piece]) -> list[Piece]:
+    """Every node whose lowest usable CPU is in the package of the lowest usable CPU near the GPU, as torch does it."""
+    package = next((cpus for cpus in space.machine.packages if local[0].first in cpus), frozenset())
+    nodes = group(space.cores, lambda piece: piece.node)
+    return [piece for node in nodes if node[0].first in package for piece in node]
+
+
+def _complex(space: Space, gpu: Gpu, local: Sequence[Piece]) -> list[Piece]:
+    """torch's choice, GPU i of a node the i-th biggest complex there; the next ones where other jobs are."""
+    groups = grouped(space.machine, "core-complex", local)
+    start = [other.address for other in space.machine.gpus if other.local_cpus == gpu.local_cpus].index(gpu.address)
+    turns = [groups[(start + i) % len(groups)] for i in range(len(groups))]
+    chosen = (
+        next((cores for cores in turns if len(space.free(cores)) == len(cores)), None)
+        or next((cores for cores in turns if all(piece.free for piece in cores)), None)
+        or max(turns, key=lambda cores: len(space.free(cores)))
+    )
+    if any(piece.first in space.taken for piece in chosen):
+        space.warn(f"there are fewer core complexes than GPUs, so some ranks share CPUs {format_list(cpus_of(chosen))}")
+    if chosen[0].cache >= 0 and not space.machine.llc[chosen[0].cache] <= cpus_of(local):
+        space.warn("the affinity leaves only a part of some core complexes")
+    return chosen
