@@ -46,6 +46,10 @@ class CannotRun(errors.TorchtunedError):
         self.status = status
 
 
+class InsideJob(errors.TorchtunedError):
+    """This very process is a job already: a script that was started by torchtuned-run execs torchtuned-run."""
+
+
 class Place:
     """A grant (checked, or our own), who gave it, and how to give it back when the command cannot be started."""
 
@@ -229,16 +233,18 @@ def find_place(options: Options, environ: dict[str, str], launcher: launchers.La
     except FINAL:
         raise
     except errors.TorchtunedError as error:
-        if options.require:
+        if options.require and not isinstance(error, InsideJob):
             raise errors.Failed(f"{error}; --require was given") from None
         if os.sched_getaffinity(0) != mask:
             os.sched_setaffinity(0, mask)
-        reason = error.what
+        problem = error
     from torchtuned import selfplace
 
-    grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain, per_gpu=per_gpu)
+    inside = isinstance(problem, InsideJob)
+    grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain or inside, per_gpu=per_gpu)
     if not options.quiet and not options.explain:
-        say(f"{reason}; placed without it on CPUs {grant['cpus']}, apart from your own jobs only")
+        where = f"CPUs {grant['cpus']}" + ("" if inside else ", apart from your own jobs only")
+        say(f"{problem.what}; placed without it on {where}")
     return Place(grant, "torchtuned-run", lambda: selfplace.forget(os.getpid()))
 
 
@@ -249,7 +255,13 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
         gpus = client.properties(ROOT, MANAGER).get("Gpus")
         request = {**request, "ranks": min(gpus, 4096) if isinstance(gpus, int) and gpus else None}
     pidfd = os.pidfd_open(os.getpid())
-    answer = client.call(ROOT, MANAGER, "Register", "hs", pidfd, json.dumps(request, ensure_ascii=False))
+    try:
+        answer = client.call(ROOT, MANAGER, "Register", "hs", pidfd, json.dumps(request, ensure_ascii=False))
+    except errors.InvalidRequest:
+        jobs = [interfaces.get(JOB, {}) for interfaces in client.objects().values()]
+        if any(job.get("Pid") == os.getpid() for job in jobs):
+            raise InsideJob("this process is a job of torchtunedd already") from None
+        raise
     os.close(pidfd)
     if len(answer) != 2 or not str(answer[0]).startswith(ROOT + "/jobs/"):
         raise errors.Failed("torchtunedd's answer to Register is not understood")
@@ -302,7 +314,11 @@ def wait_for(client: Client, job: str, grant: dict[str, Any], options: Options, 
     if not options.quiet:
         say(f"waiting: {why}")
     while True:
-        if client.properties(job, JOB).get("State") == "granted":
+        try:
+            state = client.properties(job, JOB).get("State")
+        except errors.Failed:
+            raise errors.Busy(f"the wait is over: {why}") from None
+        if state == "granted":
             return {**grant, "confinement": "none"}  # what it got comes with Commit
         left = POLL_S if deadline is None else deadline - time.monotonic()
         if left <= 0:

@@ -23,9 +23,8 @@ from typing import Any
 
 from torchtuned import cuda, discover
 from torchtuned.config import Config
-from torchtuned.engine import read_config
+from torchtuned.configfiles import PROFILES, read_config
 from torchtuned.errors import Busy, Failed, HostError, TorchtunedError
-from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, place, request_from_json
 from torchtuned.topology import Topology
@@ -100,6 +99,8 @@ def forget(pid: int) -> None:
 
 def _config(host: Host, warnings: list[str]) -> Config:
     """The administrator's rules hold without the daemon too; a file with faults must not keep a job from starting."""
+    if not any(host.exists(folder) for folder in PROFILES):
+        return Config()  # a source tree, without the package's own files
     try:
         return read_config(host, None)
     except TorchtunedError as error:
@@ -113,6 +114,8 @@ def _machine(host: Host, config: Config, wishes: Mapping[str, Any], pid: int) ->
     names = wishes["gpus"] if isinstance(wishes["gpus"], list) else []
     words = [*names, *str(wishes["cuda_visible_devices"] or "").split(",")]
     if machine.gpus and any(word.strip().startswith(("GPU-", "MIG-")) for word in words):
+        from torchtuned.gpus import Gpus  # seldom needed, and what is imported here delays the job
+
         machine = discover.topology(host, caller=pid, watch=config.gpu.watch, gpus=Gpus(host).facts())
     return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if _reachable(host, gpu.address)))
 
@@ -123,6 +126,8 @@ def _held_gpus(host: Host, machine: Topology, request: Request) -> Grant:
     """
     if not isinstance(request.gpus, int) or not request.gpus or not machine.gpus:
         return Grant(cpus=frozenset(), bound=False)
+    from torchtuned.gpus import Gpus
+
     busy = Gpus(host).busy()
     return Grant(cpus=frozenset(), gpus=tuple(address for address, users in busy.items() if users), bound=False)
 
@@ -143,15 +148,17 @@ def _reachable(host: Host, address: str) -> bool:
 
 
 def _gpu_names(machine: Topology, grant: Grant) -> dict[str, Any]:
-    nvidia = sorted((gpu for gpu in machine.gpus if gpu.vendor == cuda.NVIDIA), key=cuda.pci_key)
-    counted = nvidia or sorted(machine.gpus, key=cuda.pci_key)
+    """How CUDA calls the job's GPUs: by index in PCI order, but not where MIG divides one; by UUID where NVML told."""
+    counted = sorted([gpu for gpu in machine.gpus if gpu.vendor == cuda.NVIDIA] or machine.gpus, key=cuda.pci_key)
     places = {gpu.address: index for index, gpu in enumerate(counted)}
-    uuids = {gpu.address: gpu.uuid for gpu in counted}
-    known = all(address in places for address in grant.gpus)
+    mine = [counted[places[address]] for address in grant.gpus if address in places]
+    there = len(mine) == len(grant.gpus)
+    by_index = there and not any(gpu.mig for gpu in mine)
+    by_uuid = there and all(gpu.uuid or gpu.mig for gpu in mine)
     return {
         "gpus_alike": cuda.alike(counted),
-        "gpu_indexes": [places[address] for address in grant.gpus] if known else None,
-        "gpu_uuids": [uuids[a] for a in grant.gpus] if known and all(uuids[a] for a in grant.gpus) else None,
+        "gpu_indexes": [places[gpu.address] for gpu in mine] if by_index else None,
+        "gpu_uuids": [uuid for gpu in mine for uuid in gpu.mig or (gpu.uuid,)] if by_uuid else None,
     }
 
 
