@@ -12,7 +12,7 @@ from pathlib import Path
 import image
 import pytest
 from fakes.deb import with_version
-from inside import governors, listed, wait_for
+from inside import INSTALL, ORIGINALS, ORIGINALS_UNIT, governors, listed, wait_for
 from machine import SHARE, Machine
 
 if "TORCHTUNED_DEB" not in os.environ:
@@ -20,26 +20,6 @@ if "TORCHTUNED_DEB" not in os.environ:
 
 HERE = Path(__file__).parent
 ORDER = ("test_bus", "test_jobs", "test_policy", "test_gpus", "test_removal")
-INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --allow-downgrades"
-
-# At each boot, before torchtuned comes, every policy has another governor than its neighbour, and these sysctls.
-ORIGINALS = ["powersave", "ondemand", "conservative", "schedutil", "userspace", "powersave", "ondemand", "schedutil"]
-SET_ORIGINALS = "".join(
-    f"ExecStart=/bin/sh -c 'echo {governor} > /sys/devices/system/cpu/cpufreq/policy{number}/scaling_governor'\n"
-    for number, governor in enumerate(ORIGINALS)
-)
-ORIGINAL_SYSCTLS = {"vm.swappiness": "61", "net.core.somaxconn": "256"}
-ORIGINALS_UNIT = f"""[Unit]
-DefaultDependencies=no
-After=systemd-modules-load.service systemd-sysctl.service
-Before=basic.target
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-{SET_ORIGINALS}ExecStart=/sbin/sysctl -w {" ".join(f"{key}={value}" for key, value in ORIGINAL_SYSCTLS.items())}
-[Install]
-WantedBy=basic.target
-"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,28 @@ from dataclasses import dataclass
 
 from machine import SHARE, Machine
 
+JOB = f"python3 {SHARE}/job.py"
+INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --allow-downgrades"
+
+# At each boot, before torchtuned comes, every policy has another governor than its neighbour, and these sysctls.
+ORIGINALS = ["powersave", "ondemand", "conservative", "schedutil", "userspace", "powersave", "ondemand", "schedutil"]
+SET_ORIGINALS = "".join(
+    f"ExecStart=/bin/sh -c 'echo {governor} > /sys/devices/system/cpu/cpufreq/policy{number}/scaling_governor'\n"
+    for number, governor in enumerate(ORIGINALS)
+)
+ORIGINAL_SYSCTLS = {"vm.swappiness": "61", "net.core.somaxconn": "256"}
+ORIGINALS_UNIT = f"""[Unit]
+DefaultDependencies=no
+After=systemd-modules-load.service systemd-sysctl.service
+Before=basic.target
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+{SET_ORIGINALS}ExecStart=/sbin/sysctl -w {" ".join(f"{key}={value}" for key, value in ORIGINAL_SYSCTLS.items())}
+[Install]
+WantedBy=basic.target
+"""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -27,15 +49,10 @@ class Job:
         return self.cgroup.rsplit("/", 1)[1]
 
 
-JOB = f"python3 {SHARE}/job.py"
-
-
-def start(machine: Machine, name: str, command: str, *, user: str | None = None) -> Job:
-    """Start a shell command that ends in job.py, in a new login session of a user (None: as root, by the agent)."""
-    session = f"ssh {user}@localhost {shlex.quote(command)}" if user else command
-    machine.check(
-        f"cd /root; rm -f {name}.*; ({session}; echo $? >{name}.status) <>/dev/null >{name}.out 2>{name}.err &"
-    )
+def start(machine: Machine, name: str, command: str, *, user: str) -> Job:
+    """Start a shell command that ends in job.py, in a new login session of a user."""
+    session = f"ssh {user}@localhost {shlex.quote(command)}; echo $? >{name}.status"
+    machine.check(f"cd /root; rm -f {name}.*; ({session}) <>/dev/null >{name}.out 2>{name}.err &")
     out = machine.check(
         f"cd /root; for i in $(seq 600); do grep -q '}}$' {name}.out && exec cat {name}.out;"
         f" [ -e {name}.status ] && break; sleep 0.2; done; echo no job: $(cat {name}.*); exit 1"

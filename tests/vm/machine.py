@@ -210,7 +210,8 @@ class Machine:
 
     def _command(self) -> list[str]:
         cpus = self.nodes * self.cpus_per_node
-        line = ["qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi"]
+        # Tests that are killed take their machines with them.
+        line = ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=multi"]
         # acpi-cpufreq refuses QEMU's default AMD family 15; this model number is only a label.
         line += ["-cpu", "max,vendor=GenuineIntel,family=6,model=85,stepping=4"]
         line += ["-m", f"{self.nodes * self.node_mib}M", "-smp", f"{cpus},sockets={self.nodes}"]

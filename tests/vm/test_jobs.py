@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import INSTALL
-from inside import JOB, changed, cpus, cpus_of, listed, masks, show, start, stop, wait_for
+from inside import INSTALL, JOB, changed, cpus, cpus_of, listed, masks, show, start, stop, wait_for
 from machine import SHARE, Machine
 
 EVERY_CPU = set(range(8))

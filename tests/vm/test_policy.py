@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from conftest import ORIGINAL_SYSCTLS, ORIGINALS
-from inside import governors, knobs, wait_for
+from inside import ORIGINAL_SYSCTLS, ORIGINALS, governors, knobs, wait_for
 from machine import Machine
 
 MANAGER = "org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import INSTALL, ORIGINALS
-from inside import JOB, cpus_of, governors, start, wait_for
+from inside import INSTALL, JOB, ORIGINALS, cpus_of, governors, start, wait_for
 from machine import SHARE, Machine
 
 STATE = "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State"
