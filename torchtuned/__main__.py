@@ -1,0 +1,8 @@
+"""`python3 -m torchtuned` is `torchtuned`."""
+
+import sys
+
+from torchtuned.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""`torchtuned`: one table of commands, one parser made from it, and the one place where errors become words.
+
+A new command is one row of COMMANDS; its function lives in a cli_*.py module beside this one. Exit status: 0 fine,
+1 findings, drift or unplaceable, 2 usage, 69 daemon not reachable, 77 not authorised; 70 is a fault of torchtuned's
+own, 130 an interrupt, 141 a reader of the output that went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+from torchtuned import __version__, cli_config, cli_jobs, cli_machine, cli_policy
+from torchtuned.command import FINDINGS, USAGE, Command
+from torchtuned.errors import TorchtunedError
+
+PROGRAM = "torchtuned"
+BUG, INTERRUPTED, READER_GONE = 70, 130, 141
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="status",
+        summary="the daemon's state and profile, and what is not as wanted",
+        run=cli_policy.status,
+        examples=("torchtuned status", "torchtuned status --json"),
+    ),
+    Command(
+        name="plan",
+        summary="what applying the policy would change now; changes nothing",
+        run=cli_policy.plan,
+        options=cli_policy.plan_options,
+        examples=("torchtuned plan", "torchtuned plan --profile quiet"),
+    ),
+    Command(
+        name="verify",
+        summary="whether every knob still has its wanted value",
+        run=cli_policy.verify,
+        options=cli_policy.plan_options,
+        examples=("torchtuned verify", "torchtuned verify --json"),
+    ),
+    Command(
+        name="apply",
+        summary="apply the policy now",
+        run=cli_policy.apply,
+        json=False,
+        examples=("sudo torchtuned apply",),
+    ),
+    Command(
+        name="undo",
+        summary="give back what was changed: all of it, or the knobs named",
+        run=cli_policy.undo,
+        options=cli_policy.undo_options,
+        json=False,
+        examples=("sudo torchtuned undo", "sudo torchtuned undo sysctl/vm.swappiness"),
+    ),
+    Command(
+        name="reload",
+        summary="read the configuration again and apply it",
+        run=cli_policy.reload,
+        json=False,
+        examples=("sudo torchtuned reload",),
+    ),
+    Command(
+        name="profile",
+        summary="list or show profiles, or choose one",
+        run=cli_config.profile,
+        options=cli_config.profile_options,
+        examples=("torchtuned profile", "torchtuned profile show quiet", "sudo torchtuned profile set throughput"),
+    ),
+    Command(
+        name="config",
+        summary="the merged configuration, with the file and line of each value",
+        run=cli_config.config,
+        options=cli_config.config_options,
+        examples=("torchtuned config", "torchtuned config --json"),
+    ),
+    Command(
+        name="why",
+        summary="who wants a knob's value, what it was, what it is known to do",
+        run=cli_config.why,
+        options=cli_config.why_options,
+        examples=("torchtuned why sysctl/vm.swappiness", "torchtuned why vm.swappiness"),
+    ),
+    Command(
+        name="jobs",
+        summary="running jobs, their CPUs and GPUs",
+        run=cli_jobs.jobs,
+        options=cli_jobs.jobs_options,
+        examples=("torchtuned jobs", "torchtuned jobs --threads"),
+    ),
+    Command(
+        name="gpus",
+        summary="GPUs, where they sit and who has them",
+        run=cli_jobs.gpus,
+        options=cli_jobs.gpus_options,
+        examples=("torchtuned gpus", "torchtuned gpus --watch"),
+    ),
+    Command(
+        name="map",
+        summary="the machine drawn, with the jobs on it",
+        run=cli_jobs.draw_map,
+        options=cli_machine.sysroot_option,
+        examples=("torchtuned map",),
+    ),
+    Command(
+        name="topology",
+        summary="CPUs, cores, caches, NUMA nodes and GPUs as torchtuned sees them",
+        run=cli_machine.topology,
+        options=cli_machine.sysroot_option,
+        examples=("torchtuned topology", "torchtuned topology --sysroot ./snapshot --json"),
+    ),
+    Command(
+        name="place",
+        summary="where a job would go; starts nothing",
+        run=cli_machine.place,
+        options=cli_machine.place_options,
+        examples=("torchtuned place --gpus 2", "torchtuned place --gpus none --ranks 4 --policy node"),
+    ),
+    Command(
+        name="version",
+        summary="the versions of this command and of the daemon",
+        run=cli_policy.version,
+        examples=("torchtuned version",),
+    ),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but for the wording: what was wrong, what it may have meant, where help is. No abbreviations."""
+
+    def __init__(self, **kwargs: object) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def refuse(self, extras: Sequence[str]) -> NoReturn:
+        word = extras[0]
+        kind = "option" if word.startswith("-") else "argument"
+        known = [text for action in self._actions for text in action.option_strings]
+        self.error(f"unknown {kind} {word}{_nearest(word.partition('=')[0], known)}")
+
+
+def parser(command: Command) -> Parser:
+    """The parser of one command's arguments."""
+    examples = "".join(f"  {example}\n" for example in command.examples)
+    made = Parser(
+        prog=f"{PROGRAM} {command.name}",
+        description=command.summary[0].upper() + command.summary[1:] + ".",
+        epilog=f"examples:\n{examples}" if examples else None,
+    )
+    if command.options:
+        command.options(made)
+    if command.json:
+        made.add_argument("--json", action="store_true", help="print a JSON document")
+    return made
+
+
+def overview() -> str:
+    """What `torchtuned --help` prints: one line a command, at most one screen of 80 by 24."""
+    lines = [f"usage: {PROGRAM} COMMAND [OPTION...]     more about one: {PROGRAM} COMMAND --help"]
+    lines += [f"  {command.name:<11}{command.summary}" for command in COMMANDS]
+    lines += [f"Start training with torchtuned-run. Manual: man {PROGRAM}. Version {__version__}."]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status. Nothing gets past here but SystemExit of --help and usage errors."""
+    for stream in (sys.stdout, sys.stderr):
+        _never_fail_to_encode(stream)
+    try:
+        try:
+            status = _run(sys.argv[1:] if argv is None else list(argv))
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return READER_GONE
+    except TorchtunedError as error:
+        _say(str(error))
+        return error.exit_status
+    except OSError as error:
+        _drop_output()
+        where = f"{error.filename}: " if error.filename else ""
+        _say(f"{where}{error.strerror or error}")
+        return FINDINGS
+    except Exception as error:
+        if os.environ.get("TORCHTUNED_TRACEBACK"):
+            traceback.print_exc()
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        _say(
+            f"a fault of torchtuned's own: {type(error).__name__}: {error}"
+            f" at {os.path.basename(at.filename)}:{at.lineno} (TORCHTUNED_TRACEBACK=1 shows more; please report it)"
+        )
+        return BUG
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        (sys.stdout if argv else sys.stderr).write(overview())
+        return 0 if argv else USAGE
+    if argv[0] == "--version":
+        argv[0] = "version"
+    command = next((command for command in COMMANDS if command.name == argv[0]), None)
+    if command is None:
+        kind = "option" if argv[0].startswith("-") else "command"
+        near = _nearest(argv[0], [command.name for command in COMMANDS])
+        _say(f"unknown {kind} {argv[0]}{near} (see {PROGRAM} --help)")
+        return USAGE
+    made = parser(command)
+    args, extras = made.parse_known_args(argv[1:])
+    if extras:
+        made.refuse(extras)
+    return command.run(args)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _never_fail_to_encode(stream: TextIO | None) -> None:
+    """A terminal in Latin-1 gets question marks for what it cannot show, not a traceback."""
+    reconfigure = getattr(stream, "reconfigure", None)  # tests put a StringIO there
+    if reconfigure:
+        reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Let what is still buffered go nowhere, or the interpreter complains once more on its way out."""
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError):
+        pass  # stdout is closed, or no file: nothing is left to go wrong
+
+
+def _say(text: str) -> None:
+    try:
+        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        pass  # stderr is gone as well: the exit status still tells

@@ -1,0 +1,342 @@
+"""The commands about who has what: jobs, gpus, map. Jobs are the daemon's to tell; GPUs and the map do without it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from torchtuned import discover, machine_map, render
+from torchtuned.cli_machine import host_of
+from torchtuned.client import Client
+from torchtuned.command import FINDINGS, FINE, SCHEMA, note, print_json
+from torchtuned.cpuset import CpuSet, format_list, parse_list
+from torchtuned.documents import topology_document
+from torchtuned.environment import RANKS
+from torchtuned.errors import DaemonUnreachable, HostError
+from torchtuned.host import Host
+
+WATCH_S = 2.0
+JOB, GPU = "org.torchtuned1.Job", "org.torchtuned1.Gpu"
+Properties = dict[str, object]
+Objects = Mapping[str, Mapping[str, Mapping[str, object]]]
+
+
+def of_kind(objects: Objects, interface: str) -> list[Properties]:
+    """The objects that have an interface: its properties by their names in lower case, as --json has them."""
+    found = []
+    for path, interfaces in sorted(objects.items(), key=lambda item: _natural(item[0])):
+        if interface in interfaces:
+            values = {name.lower(): value for name, value in interfaces[interface].items()}
+            found.append({"schema": SCHEMA, "path": path} | values)
+    return found
+
+
+def _natural(path: str) -> tuple[str, int, str]:
+    """Sorts job 9 before job 10."""
+    head, _, last = path.rpartition("/")
+    return head, int(last) if last.isdigit() else 0, last
+
+
+# jobs
+
+
+def jobs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", action="store_true", help="the CPUs each process should have and really has")
+
+
+def jobs(args: argparse.Namespace) -> int:
+    with Client() as daemon:
+        found = of_kind(daemon.objects(), JOB)
+    strays = False
+    if args.threads:
+        for job in found:
+            listed = _processes(Host(), job)
+            job["processes"] = listed
+            strays = strays or any(process["verdict"] != "ok" for process in listed)
+    if args.json:
+        print_json(found)
+    elif not found:
+        print("No jobs. Start one with: torchtuned-run COMMAND")
+    elif args.threads:
+        _print_threads(found)
+    else:
+        _print_jobs(found)
+    return FINDINGS if strays else FINE
+
+
+def _print_jobs(found: Sequence[Properties]) -> None:
+    rows = []
+    for job in found:
+        rows.append(
+            (
+                str(job.get("id")),
+                user_name(job.get("uid")),
+                _command(job.get("pid")),
+                str(job.get("state")),
+                f"{job.get('cpus')}",
+                ", ".join(_texts(job.get("gpus"))) or "none",
+                str(job.get("confinement")),
+                since(job.get("since")),
+            )
+        )
+    render.table(("Job", "User", "Command", "State", "CPUs", "GPUs", "Held by", "Since"), rows, styles=("bold",))
+    for job in found:
+        for warning in _texts(job.get("warnings")):
+            print(f"  job {job.get('id')}: {warning}")
+
+
+def _processes(host: Host, job: Properties) -> list[dict[str, object]]:
+    """Every process of a job with the CPUs its threads may run on, as the kernel says, and what to think of that.
+
+    A process is "outside" when a thread may run where the job has nothing, and "shrunk" when all its threads together
+    may use less than it was given: libraries do that (OMP_PROC_BIND, KMP_AFFINITY), and so does the program itself.
+    """
+    from torchtuned import processes  # psutil takes longer to import than the rest of a listing
+
+    given = parse_list(str(job.get("cpus", "")))
+    leader = _int(job.get("pid"))
+    shares = _shares(host, leader)
+    held = job.get("state") == "running" and job.get("confinement") != "none"
+    found: list[dict[str, object]] = []
+    for pid in _scope_pids(host, str(job.get("scope", ""))) or processes.family(leader):
+        masks = processes.masks(pid)
+        if not masks:
+            continue  # it ended meanwhile
+        has = frozenset[int]().union(*masks.values())
+        wanted = next((share for share in shares if has <= share), given)
+        verdict = "ok" if not held or has == wanted else "shrunk" if has <= given else "outside"
+        found.append(
+            {
+                "pid": pid,
+                "command": _command(pid),
+                "threads": len(masks),
+                "wanted": format_list(wanted),
+                "cpus": format_list(has),
+                "masks": sorted({format_list(mask) for mask in masks.values()}),
+                "verdict": verdict,
+            }
+        )
+    return found
+
+
+def _shares(host: Host, leader: int) -> list[CpuSet]:
+    """The CPUs of each rank of a job, as torchtuned-run told its launcher (CPUS/THREADS/GPU;...). Other users' jobs
+    keep that to themselves."""
+    try:
+        variables = host.read(f"/proc/{leader}/environ").split("\0")
+    except HostError:
+        return []
+    told = next((text.partition("=")[2] for text in variables if text.startswith(f"{RANKS}=")), "")
+    try:
+        return [parse_list(row.partition("/")[0]) for row in told.split(";") if row]
+    except ValueError:
+        return []
+
+
+def _scope_pids(host: Host, scope: str) -> list[int]:
+    """The processes in a job's scope. Empty where there is none, or this user may not see it."""
+    if not scope:
+        return []
+    base = "/sys/fs/cgroup/user.slice"
+    for path in [
+        f"{base}/{scope}",
+        *(f"{base}/{slice}/{scope}" for slice in host.list(base) if slice.endswith(".slice")),
+    ]:
+        try:
+            return [int(pid) for pid in host.read(f"{path}/cgroup.procs").split()]
+        except (HostError, ValueError):
+            continue
+    return []
+
+
+def _print_threads(found: Sequence[Properties]) -> None:
+    rows = []
+    for job in found:
+        listed = job.get("processes")
+        for process in listed if isinstance(listed, list) else ():
+            rows.append(
+                (
+                    str(job.get("id")),
+                    str(process["pid"]),
+                    str(process["command"]),
+                    str(process["threads"]),
+                    str(process["wanted"]),
+                    str(process["cpus"]),
+                    str(process["verdict"]),
+                )
+            )
+    render.table(("Job", "PID", "Command", "Threads", "Wanted", "Has", "Verdict"), rows, styles=("bold",))
+    verdicts = {row[-1] for row in rows}
+    if "outside" in verdicts:
+        print("outside: a thread may run on CPUs that the job was not given; something has widened its affinity.")
+    if "shrunk" in verdicts:
+        print("shrunk: a process keeps itself to fewer CPUs than it was given; look for OMP_PROC_BIND, KMP_AFFINITY,")
+        print("GOMP_CPU_AFFINITY, numactl or taskset in it.")
+
+
+# gpus
+
+
+def gpus_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--watch", action="store_true", help="show it again every two seconds, until interrupted")
+
+
+def gpus(args: argparse.Namespace) -> int:
+    from torchtuned.gpus import Gpus  # it asks NVML in a child process; nothing else here needs it
+
+    nvml = Gpus(Host())
+    if not args.watch:
+        _show_gpus(_gpus(nvml), as_json=args.json)
+        if nvml.status.state not in ("ok", "no-gpu"):
+            note(f"power, temperature, use and memory are not known: {nvml.status.text}")
+        return FINE
+    while True:
+        listed = _gpus(nvml)
+        if not args.json:
+            render.clear()
+        _show_gpus(listed, as_json=args.json)
+        time.sleep(WATCH_S)
+
+
+def _gpus(nvml: object) -> list[Properties]:
+    """The GPUs as the daemon shows them, or as they are found here, with what NVML measures now."""
+    from torchtuned.gpus import Gpus
+
+    assert isinstance(nvml, Gpus)
+    try:
+        with Client() as daemon:
+            found = of_kind(daemon.objects(), GPU)
+    except DaemonUnreachable as error:
+        note(f"{error}; which job has a GPU is not known")
+        found = [
+            {
+                "schema": SCHEMA,
+                "address": gpu.address,
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "driver": gpu.driver,
+                "numanode": -1 if gpu.numa_node is None else gpu.numa_node,
+                "cpus": format_list(gpu.local_cpus),
+                "locality": gpu.locality,
+                "persistencemode": "",
+                "job": "/",
+            }
+            for gpu in discover.topology(nvml.host, gpus=nvml.facts()).gpus
+        ]
+    samples = nvml.sample()
+    for gpu in found:
+        sample = samples.get(str(gpu["address"]))
+        if sample is None:
+            continue
+        for name in ("power", "power_limit", "temperature", "utilization", "memory_used", "memory_total"):
+            gpu[name] = getattr(sample, name)
+        if sample.persistence is not None:
+            gpu["persistencemode"] = "on" if sample.persistence else "off"
+    return found
+
+
+def _show_gpus(found: Sequence[Properties], *, as_json: bool) -> None:
+    if as_json:
+        print_json(list(found))
+        return
+    if not found:
+        print("No GPUs found (NVIDIA and AMD are looked for).")
+        return
+    rows = []
+    for gpu in found:
+        node = "unknown" if gpu.get("numanode") == -1 else str(gpu.get("numanode"))
+        job = str(gpu.get("job", "/"))
+        power = f"{_measure(gpu.get('power'), 'W')} of {_measure(gpu.get('power_limit'), 'W')}"
+        memory = f"{_gib(gpu.get('memory_used'))} of {_gib(gpu.get('memory_total'))}"
+        rows.append(
+            (
+                "\n".join(filter(None, (str(gpu["address"]), str(gpu.get("name") or ""), str(gpu.get("uuid") or "")))),
+                f"{node}\n{gpu.get('locality')}",
+                f"{gpu.get('driver') or 'none'}\n{_persists(gpu.get('persistencemode'))}",
+                f"{power}\n{_measure(gpu.get('temperature'), '°C')}",
+                f"{_measure(gpu.get('utilization'), '%')}\n{memory}",
+                "free" if job == "/" else f"job {job.rpartition('/')[2]}",
+            )
+        )
+    render.table(("GPU", "Node", "Driver", "Power", "Use", "For"), rows, styles=("bold",))
+
+
+def _persists(mode: object) -> str:
+    return {"on": "persistent", "off": "not persistent"}.get(str(mode), "")
+
+
+def _measure(value: object, unit: str) -> str:
+    return f"{value:.0f} {unit}" if isinstance(value, int | float) else "?"
+
+
+def _gib(value: object) -> str:
+    return f"{value / 2**30:.1f} GiB" if isinstance(value, int | float) else "?"
+
+
+# map
+
+
+def draw_map(args: argparse.Namespace) -> int:
+    host = host_of(args)
+    found: list[Properties] = []
+    if host.real:
+        try:
+            with Client() as daemon:
+                found = of_kind(daemon.objects(), JOB)
+        except DaemonUnreachable as error:
+            note(f"{error}; the map is without jobs")
+    topology = discover.topology(host)
+    if args.json:
+        print_json(topology_document(topology) | {"jobs": found})
+        return FINE
+    owners = [
+        machine_map.Owner(
+            label=f"job {job.get('id')}, {user_name(job.get('uid'))}: {_command(job.get('pid'))[:40]}",
+            cpus=parse_list(str(job.get("cpus", ""))),
+            gpus=_texts(job.get("gpus")),
+        )
+        for job in found
+        if job.get("state") != "queued"
+    ]
+    render.drawing(machine_map.draw(topology, owners, width=max(40, render.width())))
+    return FINE
+
+
+# words
+
+
+def user_name(uid: object) -> str:
+    try:
+        return pwd.getpwuid(_int(uid)).pw_name
+    except (KeyError, OverflowError):
+        return str(uid)
+
+
+def since(microseconds: object) -> str:
+    """A time of today as a time, another one as a date with the time."""
+    when = datetime.fromtimestamp(_int(microseconds) / 1e6, tz=UTC).astimezone()
+    today = datetime.now(tz=UTC).astimezone().date()
+    return f"{when:%H:%M:%S}" if when.date() == today else f"{when:%Y-%m-%d %H:%M}"
+
+
+def _command(pid: object) -> str:
+    """The command line of a process, as a person would have typed it, cut at 60 characters; its PID when it is gone."""
+    try:
+        words = Host().read(f"/proc/{_int(pid)}/cmdline").split("\0")
+    except HostError:
+        return f"process {pid}"
+    words[0] = os.path.basename(words[0])
+    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def _int(value: object) -> int:
+    return value if isinstance(value, int) else 0

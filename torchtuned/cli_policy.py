@@ -1,0 +1,216 @@
+"""The commands about host policy: status, plan, verify, apply, undo, reload, version.
+
+The daemon is asked first. Where it does not answer, plan and verify work it out here and say so, and undo, as root,
+works from the ledger that the daemon left; the others need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from torchtuned import __version__, render
+from torchtuned.cli_machine import host_of, sysroot_option
+from torchtuned.client import MANAGER, ROOT, Client
+from torchtuned.command import FINDINGS, FINE, SCHEMA, note, print_json
+from torchtuned.configfiles import read_config
+from torchtuned.engine import Engine
+from torchtuned.errors import DaemonUnreachable, Failed, NotAuthorized
+from torchtuned.host import Host
+from torchtuned.ledger import Ledger
+from torchtuned.policy import Row
+from torchtuned.tunables.owners import UNITS
+
+CHANGE_S = 120.0  # several knobs may each take their 5 s before they are given up, and polkit may ask a person
+LOOK_S = 10.0
+AMISS = ("drifted", "denied", "failed")  # outcomes that want a look; the others are as they should be
+SERVICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice")  # cgroup v2, v1
+COLUMNS = ("knob", "current", "wanted", "outcome", "reason", "source")
+
+
+# status
+
+
+def status(args: argparse.Namespace) -> int:
+    try:
+        with Client(timeout_s=LOOK_S) as daemon:
+            properties = daemon.properties(ROOT, MANAGER)
+            knobs = _ask(daemon, "Verify")
+    except DaemonUnreachable as error:
+        if args.json:
+            print_json({"schema": SCHEMA, "state": "unreachable", "profile": "", "knobs": [], "error": str(error)})
+        raise
+    stopped = properties.get("State") == "stopped"  # given back on purpose, so nothing has drifted
+    amiss = [row for row in knobs if row["outcome"] in AMISS and not stopped]
+    result = FINDINGS if amiss or properties.get("State") == "degraded" else FINE
+    if args.json:
+        known = {name.lower(): value for name, value in properties.items()}
+        print_json({"schema": SCHEMA, **known, "knobs": knobs})
+        return result
+    print(f"torchtuned {properties.get('Version')}: {properties.get('State')}, profile {properties.get('Profile')}")
+    print(f"  {_count(properties.get('Jobs'), 'job')}, {_count(properties.get('Gpus'), 'GPU')}")
+    print(f"  policy {_applied(properties.get('LastApplied'))}; {tally(knobs)}")
+    if stopped:
+        print("  everything was given back by undo; sudo torchtuned apply sets it again")
+    degraded = properties.get("Degraded")
+    for reason in degraded if isinstance(degraded, list) else ():
+        print(f"  degraded: {reason}")
+    if amiss:
+        print()
+        render.plan(amiss)
+    return result
+
+
+def tally(knobs: Sequence[render.Row]) -> str:
+    """How many knobs came out how, in one line."""
+    counts = Counter(row["outcome"] for row in knobs)
+    if not counts:
+        return "no knob is wanted"
+    return f"{_count(len(knobs), 'knob')}: " + ", ".join(
+        f"{number} {outcome}" for outcome, number in counts.most_common()
+    )
+
+
+def _count(number: object, word: str) -> str:
+    return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def _applied(microseconds: object) -> str:
+    if not isinstance(microseconds, int) or not microseconds:
+        return "not applied yet"
+    when = datetime.fromtimestamp(microseconds / 1e6, tz=UTC).astimezone()
+    return f"applied {when:%Y-%m-%d %H:%M:%S}"
+
+
+# plan and verify
+
+
+def plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", metavar="NAME", help="for this profile, not the one in force")
+    sysroot_option(parser)
+
+
+def plan(args: argparse.Namespace) -> int:
+    state, profile, knobs = look(args, "Plan")
+    _show(args, state, profile, knobs)
+    return FINE
+
+
+def verify(args: argparse.Namespace) -> int:
+    state, profile, knobs = look(args, "Verify")
+    _show(args, state, profile, knobs)
+    return FINDINGS if any(row["outcome"] in AMISS for row in knobs) else FINE
+
+
+def look(args: argparse.Namespace, what: str) -> tuple[str, str, list[render.Row]]:
+    """State, profile and rows from the daemon; worked out here where it does not answer or cannot know."""
+    host = host_of(args)
+    if host.real and args.profile is None:
+        try:
+            with Client(timeout_s=LOOK_S) as daemon:
+                properties = daemon.properties(ROOT, MANAGER)
+                return str(properties.get("State")), str(properties.get("Profile")), _ask(daemon, what)
+        except DaemonUnreachable as error:
+            note(f"{error}; worked out by this command, for a machine without jobs")
+    config = read_config(host, args.profile)
+    engine, tuners = Engine(host, local_ledger(host)), tuners_of(host)
+    if what == "Plan":
+        rows = engine.plan(config, tuners=tuners)
+    else:
+        rows = engine.verify(config, jobs_active=False, tuners=tuners)
+    return "unreachable" if host.real else "none", config.profile, [row_document(row) for row in rows]
+
+
+def _show(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row]) -> None:
+    if args.json:
+        print_json({"schema": SCHEMA, "state": state, "profile": profile, "knobs": knobs})
+        return
+    if knobs:
+        render.plan(knobs)
+    print(f"profile {profile}; {tally(knobs)}")
+
+
+def local_ledger(host: Host) -> Ledger:
+    """The ledger of the machine, or of the folder that stands for it."""
+    return Ledger(host.root / "run/torchtuned/ledger.json")
+
+
+def tuners_of(host: Host) -> list[str]:
+    """The other tuners that run, as far as their cgroups tell; the daemon asks PID 1."""
+    return [unit for unit in UNITS if any(host.exists(f"{folder}/{unit}") for folder in SERVICES)]
+
+
+def row_document(row: Row) -> render.Row:
+    """A row of a plan as --json has it."""
+    return {name: str(getattr(row, name)) for name in COLUMNS}
+
+
+def _ask(daemon: Client, method: str, signature: str = "", *values: object) -> list[render.Row]:
+    """Call a method of the manager that answers with rows."""
+    rows = daemon.call(ROOT, MANAGER, method, signature, *values)[0]
+    if not isinstance(rows, list):
+        raise Failed(f"torchtunedd answered {method} with something else than rows")
+    return [dict(zip(COLUMNS, map(str, row), strict=True)) for row in rows]
+
+
+# apply, undo, reload
+
+
+def apply(args: argparse.Namespace) -> int:
+    with Client(timeout_s=CHANGE_S, interactive=True) as daemon:
+        return _changed(_ask(daemon, "Apply"))
+
+
+def undo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("knobs", metavar="KNOB", nargs="*", help="a knob to give back; none: all of them")
+
+
+def undo(args: argparse.Namespace) -> int:
+    try:
+        with Client(timeout_s=CHANGE_S, interactive=True) as daemon:
+            return _changed(_ask(daemon, "Undo", "as", args.knobs))
+    except DaemonUnreachable as error:
+        if os.geteuid() != 0:
+            raise NotAuthorized(
+                f"{error}; without it only root can give values back", hint="sudo torchtuned undo"
+            ) from None
+        note(f"{error}; giving back what its ledger tells")
+    host = Host()
+    return _changed([row_document(row) for row in Engine(host, local_ledger(host)).undo(args.knobs)])
+
+
+def _changed(knobs: Sequence[render.Row]) -> int:
+    if knobs:
+        render.plan(knobs)
+    else:
+        print("Nothing to do.")
+    return FINDINGS if any(row["outcome"] in AMISS for row in knobs) else FINE
+
+
+def reload(args: argparse.Namespace) -> int:
+    with Client(timeout_s=CHANGE_S, interactive=True) as daemon:
+        daemon.call(ROOT, MANAGER, "Reload")
+        properties = daemon.properties(ROOT, MANAGER)
+    print(f"{properties.get('State')}, profile {properties.get('Profile')}")
+    return FINDINGS if properties.get("State") == "degraded" else FINE
+
+
+# version
+
+
+def version(args: argparse.Namespace) -> int:
+    daemon_version: str | None = None
+    try:
+        with Client() as daemon:
+            daemon_version = str(daemon.properties(ROOT, MANAGER).get("Version"))
+    except DaemonUnreachable:
+        pass  # that it does not run is part of the answer
+    if args.json:
+        print_json({"schema": SCHEMA, "version": __version__, "daemon": daemon_version})
+    else:
+        print(f"torchtuned {__version__}")
+        print(f"torchtunedd {daemon_version}" if daemon_version else "torchtunedd does not answer")
+    return FINE
