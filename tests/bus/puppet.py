@@ -1,0 +1,125 @@
+"""A process that does what a test tells it, one JSON line each: it stands for torchtuned-run and for a user's program.
+
+    ["pid"]  ["register", pid, request]  ["call", path, interface, member, signature, arguments…]
+    ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
+    ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
+
+Answers {"value": …} or {"error": "NAME: text"}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from typing import Any
+
+sys.path.insert(0, sys.argv[1])
+
+from torchtuned.bus import Bus, CallFailed
+from torchtuned.cpuset import format_list, parse_list
+
+MANAGER = "org.torchtuned1.Manager"
+ROOT = "/org/torchtuned1"
+
+
+class Puppet:
+    def __init__(self) -> None:
+        self.buses: list[Bus] = []
+        self.signals: list[Any] = []
+        self.arrived = asyncio.Event()
+
+    async def bus(self) -> Bus:
+        if not self.buses:
+            bus = await Bus.connect()
+            self.buses.append(bus)
+            await bus.follow("org.torchtuned1")
+            bus.match("type='signal',sender='org.torchtuned1'")
+            for member in ("Granted",):
+                bus.on_signal("org.torchtuned1", MANAGER, member, lambda values, m=member: self.note(m, values))
+            for member in ("InterfacesAdded", "InterfacesRemoved"):
+                bus.on_signal("org.torchtuned1", "org.freedesktop.DBus.ObjectManager", member,
+                              lambda values, m=member: self.note(m, values))  # fmt: skip
+            bus.on_signal("org.torchtuned1", "org.freedesktop.DBus.Properties", "PropertiesChanged",
+                          lambda values: self.note("PropertiesChanged", values))  # fmt: skip
+        return self.buses[0]
+
+    def note(self, member: str, values: list[Any]) -> None:
+        self.signals.append([member, values])
+        self.arrived.set()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def register(self, pid: int, request: str) -> Any:
+        pidfd = os.pidfd_open(pid)
+        try:
+            return await (await self.bus()).call("org.torchtuned1", ROOT, MANAGER, "Register", "hs", [0, request], fds=[pidfd])
+        finally:
+            os.close(pidfd)
+
+    async def call(self, path: str, interface: str, member: str, signature: str = "", *body: Any) -> Any:
+        return await (await self.bus()).call("org.torchtuned1", path, interface, member, signature, list(body))
+
+    async def interactive(self, member: str, signature: str = "", *body: Any) -> Any:
+        bus = await self.bus()
+        return await bus.call("org.torchtuned1", ROOT, MANAGER, member, signature, list(body), interactive=True)
+
+    async def fds(self, member: str, count: int) -> Any:
+        fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(count)]
+        try:
+            return await (await self.bus()).call("org.torchtuned1", ROOT, MANAGER, member, "hs", [0, "{}"], fds=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    async def open(self, count: int) -> int:
+        for _ in range(count):
+            self.buses.append(await Bus.connect())
+        return len(self.buses)
+
+    async def pin(self, cpus: str) -> str:
+        os.sched_setaffinity(0, parse_list(cpus))
+        return await self.mask()
+
+    async def mask(self) -> str:
+        return format_list(os.sched_getaffinity(0))
+
+    async def fork(self) -> int:
+        pid = os.fork()
+        if pid == 0:
+            os.close(0)
+            os.close(1)
+            time.sleep(600)
+            os._exit(0)
+        return pid
+
+    async def wait_signal(self, member: str, seconds: float = 10) -> Any:
+        async with asyncio.timeout(seconds):
+            while True:
+                for i, (name, values) in enumerate(self.signals):
+                    if name == member:
+                        del self.signals[i]
+                        return values
+                self.arrived.clear()
+                await self.arrived.wait()
+
+
+async def main() -> None:
+    puppet = Puppet()
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        what, *arguments = json.loads(line)
+        try:
+            answer = {"value": await getattr(puppet, what)(*arguments)}
+        except CallFailed as e:
+            answer = {"error": f"{e.dbus_name}: {e.what}"}
+        except TimeoutError:
+            answer = {"error": "TimeoutError: nothing came"}
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+asyncio.run(main())

@@ -1,0 +1,284 @@
+"""torchtunedd: puts the parts together, and lives from the first signal of PID 1 to the last.
+
+The order is what matters. The name on the bus is taken when the interface can answer, which needs no driver; then the
+policy is applied, so a slow driver never holds up the boot. The bus going away ends the daemon with an error, and
+systemd starts it with the bus. On SIGTERM PID 1 is asked why: values are given back when the unit is stopped, and stay
+for the next daemon when it is restarted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from systemd import daemon as sd  # type: ignore[attr-defined]
+from systemd import journal  # type: ignore[attr-defined]
+from torchtuned import __version__, discover
+from torchtuned.bus import Bus, CallFailed
+from torchtuned.configfiles import read_config
+from torchtuned.dbusapi import NAME, Api
+from torchtuned.engine import Engine
+from torchtuned.errors import TorchtunedError
+from torchtuned.gpus import Gpus, Sample
+from torchtuned.host import Host
+from torchtuned.hostpolicy import HostPolicy
+from torchtuned.hotplug import Batch, Hotplug
+from torchtuned.jobs import Jobs
+from torchtuned.ledger import Ledger
+from torchtuned.logind import Desktop
+from torchtuned.manager import Manager
+from torchtuned.polkit import Polkit
+from torchtuned.systemd1 import Systemd
+from torchtuned.topology import Topology
+from torchtuned.tunables.owners import UNITS
+
+log = logging.getLogger("torchtuned")
+
+INHIBITOR = "inhibitor"  # its name in systemd's FD store; other names there are those of knobs
+STATUS_S = 0.1
+
+
+class Daemon:
+    """One run of torchtunedd. `kept` are the descriptors that systemd kept for us, by name."""
+
+    def __init__(self, host: Host, bus: Bus, *, run_dir: Path, state_dir: Path, kept: dict[str, int]) -> None:
+        self.host, self.bus = host, bus
+        self.gpus = Gpus(host)
+        self.systemd = Systemd(bus)
+        self.api = Api(bus, Polkit(bus))
+        self.desktop = Desktop(bus, kept=kept.pop(INHIBITOR, None), keep=partial(_keep, INHIBITOR))
+        self.engine = Engine(host, Ledger(run_dir / "ledger.json"), on_hold=_keep, on_release=_forget)
+        for knob, fd in kept.items():
+            self.engine.adopt(knob, fd)
+        choice = state_dir / "profile"
+        self.policy = HostPolicy(
+            self.engine,
+            read=partial(read_config, host, chosen="/" + os.path.relpath(choice, host.root)),
+            choice=choice,
+            tuners=self._tuners,
+        )
+        self.manager = Manager(
+            host, Jobs(run_dir / "jobs.json"), self.policy, self.systemd, self.api, jobs_active=self._jobs_active
+        )
+        self._samples: dict[str, Sample] = {}
+        self._hotplug: Hotplug | None = None
+        self._surveying = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._status: asyncio.TimerHandle | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Until SIGTERM (exit status 0) or the loss of the bus (1). Raises what keeps the daemon from starting."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload()))
+        await self.systemd.start(self.manager.scope_ended)
+        await self.policy.start()
+        self.manager.topology = await asyncio.to_thread(self._read_topology)
+        self.api.start(self.manager, self.policy, changed=self._tell_status)
+        await self.manager.adopt()
+        self.api.serve()
+        await self.bus.request_name(NAME)
+        sd.notify("READY=1")
+        log.info("torchtunedd %s is on the bus", __version__)
+        self._spawn(self._tune())
+        lost = asyncio.ensure_future(self.bus.closed())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((lost, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if lost.done():
+            log.error("%s", lost.result())
+            await self._end(give_back=False)
+            return 1
+        lost.cancel()
+        why = await self.systemd.own_job()
+        sd.notify(f"STOPPING=1\nSTATUS=Ending ({why or 'no job'})")
+        await self._end(give_back=why == "stop")
+        return 0
+
+    async def _end(self, *, give_back: bool) -> None:
+        if self._hotplug is not None:
+            self._hotplug.stop()
+        if self._status is not None:
+            self._status.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.manager.close()
+        await self.policy.stop(give_back=give_back)
+        await self.desktop.close()
+        await self.bus.close()
+
+    # -- the machine -------------------------------------------------------------------------------------------------
+
+    async def _tune(self) -> None:
+        """What comes after the name: the policy, then what only drivers know, then following the machine."""
+        try:
+            await self.policy.apply()
+        except Exception as e:
+            log.exception("the policy could not be applied")
+            self.policy.failed_to_start(e if isinstance(e, TorchtunedError) else None)
+        if self.host.real:
+            self._follow_machine()
+            await self.desktop.follow_sleep(lambda: self._spawn(self._renew(("cpu", "gpu", "sysctl"))))
+        await self._survey()
+
+    def _follow_machine(self) -> None:
+        hotplug = Hotplug(self.host, self._hotplugged, watch=self.policy.config.gpu.watch)
+        try:
+            hotplug.start()
+            self._hotplug = hotplug
+        except OSError as e:
+            self.policy.fault("hotplug", f"devices that come and go are not seen: {e.strerror}")
+
+    def _hotplugged(self, batch: Batch) -> None:
+        self._spawn(self._renew(_concerned(batch)))
+
+    async def _renew(self, knobs: Sequence[str]) -> None:
+        """Something came, went, or woke up: look at the machine again, and let newcomers have the policy."""
+        self.gpus.forget()
+        await self._survey()
+        if knobs:
+            await self.policy.apply(only=knobs, reassert=True)
+
+    async def _survey(self) -> None:
+        async with self._surveying:
+            topology = await asyncio.to_thread(self._read_topology, drivers=True)
+            self._samples = await asyncio.to_thread(self.gpus.sample)
+            self.manager.topology_changed(topology)
+            self.api.gpus_changed(topology, self._samples)
+
+    def _read_topology(self, *, drivers: bool = False) -> Topology:
+        """Without `drivers` NVML is not asked: it may take seconds."""
+        facts = self.gpus.facts() if drivers else {}
+        return discover.topology(self.host, gpus=facts, watch=self.policy.config.gpu.watch)
+
+    async def _tuners(self) -> frozenset[str]:
+        try:
+            return await self.systemd.active(UNITS)
+        except CallFailed as e:
+            if not e.absent:
+                log.warning("systemd does not say which other tuners run: %s", e)
+            return frozenset()
+
+    def _jobs_active(self, active: bool) -> None:  # noqa: FBT001
+        self.policy.jobs(active=active)
+        self.desktop.jobs(active=active, wishes=self.policy.config.session)
+
+    # -- what systemd is told ----------------------------------------------------------------------------------------
+
+    async def _reload(self) -> None:
+        sd.notify("RELOADING=1")
+        try:
+            await self.policy.reload()
+        except TorchtunedError as e:
+            log.error("the configuration stays as it was:\n%s", e)
+        finally:
+            sd.notify("READY=1")
+
+    def _tell_status(self) -> None:
+        if self._status is None:
+            self._status = asyncio.get_running_loop().call_later(STATUS_S, self._send_status)
+
+    def _send_status(self) -> None:
+        self._status = None
+        jobs = len(self.manager.jobs)
+        text = f"{self.policy.state}, profile {self.policy.config.profile}, {jobs} {'job' if jobs == 1 else 'jobs'}"
+        reasons = "; ".join(self.policy.degraded).splitlines()
+        sd.notify(f"STATUS={text}" + (f": {reasons[0]}" if reasons else ""))
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(_logged(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _logged(work: Coroutine[Any, Any, Any]) -> None:
+    try:
+        await work
+    except TorchtunedError as e:
+        log.error("%s", e)
+    except Exception:
+        log.exception("unexpected")
+
+
+def _concerned(batch: Batch) -> list[str]:
+    """Which knobs the newcomers of a batch have."""
+    if batch.rescan:
+        return ["cpu", "gpu"]
+    gpus = [f"gpu/{change.name}" for change in batch.of("pci") if change.renewed]
+    cpus = ["cpu"] if any(not change.gone for change in batch.of("cpu")) else []
+    return [*cpus, *gpus]
+
+
+def _keep(name: str, fd: int | None) -> None:
+    """Have systemd keep a descriptor for the next daemon; None: no longer. FDPOLL=0: a hang-up means nothing here."""
+    if fd is None:
+        _forget(name)
+    else:
+        sd.notify(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fds=[fd])
+
+
+def _forget(name: str) -> None:
+    sd.notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+
+def _kept() -> dict[str, int]:
+    """The descriptors that systemd kept for us. Of two with one name the later counts."""
+    kept: dict[str, int] = {}
+    for fd, name in sd.listen_fds_with_names().items():
+        if name in kept:
+            os.close(kept[name])
+        kept[name] = fd
+    return kept
+
+
+def _log_to(stream: Any) -> None:
+    """The journal with its levels and fields when stderr goes there, plain lines elsewhere."""
+    handler: logging.Handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    with contextlib.suppress(OSError):
+        status = os.fstat(stream.fileno())
+        if os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
+            handler = journal.JournalHandler(SYSLOG_IDENTIFIER="torchtunedd")
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+async def _main(options: argparse.Namespace) -> int:
+    host = Host(options.sysroot)
+    run_dir = options.run_dir or host.root / "run/torchtuned"
+    state_dir = options.state_dir or host.root / "var/lib/torchtuned"
+    run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+    bus = await Bus.connect()
+    return await Daemon(host, bus, run_dir=run_dir, state_dir=state_dir, kept=_kept()).run()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="torchtunedd", description="Tunes this machine; see torchtuned(8)")
+    parser.add_argument("--sysroot", default="/", metavar="DIR", help="the folder that stands for the machine")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="instead of /run/torchtuned")
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="instead of /var/lib/torchtuned")
+    parser.add_argument("--version", action="version", version=f"torchtunedd {__version__}")
+    options = parser.parse_args(arguments)
+    _log_to(sys.stderr)
+    try:
+        return asyncio.run(_main(options))
+    except TorchtunedError as e:
+        log.error("%s", e)
+    except OSError as e:
+        log.error("%s: %s", e.filename, e.strerror)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The table of jobs: who has what, who waits, and the copy of it in /run that a restarted daemon adopts.
+
+The copy is written on every change (temporary file, rename; no fsync, /run is memory), with each job's line made once,
+so that a thousand jobs cost a thousand short texts joined and not a thousand objects serialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from torchtuned import cuda
+from torchtuned.config import Config
+from torchtuned.errors import Failed, InvalidRequest, TorchtunedError
+from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, request_from_json, request_to_json
+from torchtuned.processes import Process
+from torchtuned.topology import Topology
+
+SCHEMA = 1
+MAX_REQUEST = 64 * 1024  # bytes
+
+log = logging.getLogger(__name__)
+
+
+class State(StrEnum):
+    QUEUED = "queued"
+    GRANTED = "granted"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One registered process and what it got. `since` in microseconds after 1970; `cpu_max` is its quota in CPUs.
+
+    `warnings` are those of the daemon, beside the grant's.
+    """
+
+    id: str
+    process: Process
+    request: Request
+    since: int
+    state: State = State.QUEUED
+    grant: Grant | None = None
+    confinement: str = "none"
+    scope: str = ""
+    cpu_max: int | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def parse_request(text: str) -> Request:
+    """Read a request document (share/torchtuned/schemas/request.json). InvalidRequest names the field."""
+    if len(text) > MAX_REQUEST or len(text.encode("utf-8", "replace")) > MAX_REQUEST:
+        raise InvalidRequest(f"the request is longer than {MAX_REQUEST} bytes")
+    try:
+        document = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as e:
+        raise InvalidRequest(f"the request is not JSON: {e}") from None
+    return request_from_json(document)
+
+
+def document(job: Job, machine: Topology, config: Config) -> dict[str, Any]:
+    """The grant document of a job (share/torchtuned/schemas/grant.json)."""
+    grant = job.grant or Grant(cpus=frozenset(), threads=0)
+    seen = sorted([gpu for gpu in machine.gpus if gpu.vendor == cuda.NVIDIA] or machine.gpus, key=cuda.pci_key)
+    index = {gpu.address: i for i, gpu in enumerate(seen)}
+    mine = [gpu for address in grant.gpus for gpu in machine.gpus if gpu.address == address]
+    there = len(mine) == len(grant.gpus)
+    by_index = there and all(gpu.address in index and not gpu.mig for gpu in mine)
+    by_uuid = there and all(gpu.uuid or gpu.mig for gpu in mine)
+    return {
+        **grant_to_json(grant),
+        "schema": SCHEMA,
+        "job": job.id,
+        "state": str(job.state),
+        "cpu_max": job.cpu_max,
+        "confinement": job.confinement,
+        "scope": job.scope,
+        "warnings": [*grant.warnings, *job.warnings],
+        "omp_max_gpu": config.env.omp_max_gpu,
+        "env_profiles": list(config.env.profiles),
+        "limits": dict(config.jobs.limits),
+        "gpus_alike": cuda.alike(seen),
+        "gpu_indexes": [index[gpu.address] for gpu in mine] if by_index else None,
+        "gpu_uuids": [uuid for gpu in mine for uuid in gpu.mig or (gpu.uuid,)] if by_uuid else None,
+    }
+
+
+class Jobs:
+    """The table. Every change is on disk when the call returns; one that cannot be recorded does not happen."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._jobs: dict[str, Job] = {}
+        self._lines: dict[str, str] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        """In the order of registration."""
+        return iter(list(self._jobs.values()))
+
+    def get(self, job_id: str) -> Job | None:
+        return self._jobs.get(job_id)
+
+    @property
+    def grants(self) -> list[Grant]:
+        """What is taken now."""
+        return [job.grant for job in self._jobs.values() if job.grant is not None]
+
+    def of_user(self, uid: int) -> int:
+        return sum(job.process.uid == uid for job in self._jobs.values())
+
+    def new_id(self) -> str:
+        job_id, self._next = str(self._next), self._next + 1
+        return job_id
+
+    def skip_to(self, number: int) -> None:
+        """Never give an id below `number`: something of an earlier job with it is still about."""
+        self._next = max(self._next, number)
+
+    def put(self, job: Job) -> None:
+        """Add a job, or take its new state. Failed, with the table as it was, when it cannot be recorded."""
+        before, line = self._jobs.get(job.id), self._lines.get(job.id)
+        self._jobs[job.id] = job
+        self._lines[job.id] = json.dumps(_to_json(job), separators=(",", ":"))
+        try:
+            self._save()
+        except OSError as e:
+            if before is None or line is None:
+                del self._jobs[job.id], self._lines[job.id]
+            else:
+                self._jobs[job.id], self._lines[job.id] = before, line
+            hint = f"free some space there: df -h {self.path.parent}"
+            raise Failed(f"the job cannot be recorded: {e.strerror}", where=str(self.path), hint=hint) from e
+
+    def drop(self, job_id: str) -> None:
+        """Forget a job. Its line may stay in the file when that cannot be written; the process is gone all the same."""
+        del self._jobs[job_id], self._lines[job_id]
+        try:
+            self._save()
+        except OSError as e:
+            log.warning("%s: cannot be written: %s", self.path, e.strerror)
+
+    def load(self) -> None:
+        """Take over what an earlier daemon left. A file that cannot be read is put aside and said."""
+        try:
+            document = json.loads(self.path.read_text(encoding="utf-8"))
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"schema {document['schema']}, this torchtuned knows {SCHEMA}")
+            self._next = int(document["next"])
+            jobs = [_from_json(entry) for entry in document["jobs"]]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, TorchtunedError) as e:
+            aside = self.path.with_suffix(".bad")
+            log.error("%s cannot be read (%s); jobs of before are not known. It is kept as %s", self.path, e, aside)
+            with contextlib.suppress(OSError):
+                self.path.rename(aside)
+            return
+        for job in jobs:
+            self._jobs[job.id] = job
+            self._lines[job.id] = json.dumps(_to_json(job), separators=(",", ":"))
+
+    def _save(self) -> None:
+        text = ",\n".join(self._lines.values())
+        temporary = self.path.with_suffix(".new")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
+                file.write(f'{{"schema":{SCHEMA},"next":{self._next},"jobs":[\n{text}\n]}}\n')
+            temporary.rename(self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def _to_json(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "pid": job.process.pid,
+        "start": job.process.start,
+        "uid": job.process.uid,
+        "state": job.state,
+        "since": job.since,
+        "request": request_to_json(job.request),
+        "grant": None if job.grant is None else grant_to_json(job.grant),
+        "confinement": job.confinement,
+        "scope": job.scope,
+        "cpu_max": job.cpu_max,
+        "warnings": list(job.warnings),
+    }
+
+
+def _from_json(entry: Mapping[str, Any]) -> Job:
+    return Job(
+        id=str(entry["id"]),
+        process=Process(pid=int(entry["pid"]), start=int(entry["start"]), uid=int(entry["uid"])),
+        request=request_from_json(entry["request"]),
+        since=int(entry["since"]),
+        state=State(entry["state"]),
+        grant=None if entry["grant"] is None else grant_from_json(entry["grant"]),
+        confinement=str(entry["confinement"]),
+        scope=str(entry["scope"]),
+        cpu_max=entry["cpu_max"],
+        warnings=tuple(map(str, entry["warnings"])),
+    )
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")

@@ -1,0 +1,98 @@
+"""What the desktop is asked for while jobs run: not to sleep, and power-profiles-daemon's performance profile.
+
+Both end by themselves when we do: logind's inhibitor is a descriptor, and power-profiles-daemon drops the holds of a
+connection that closes. So nothing is left behind by a daemon that was killed; over a restart the descriptor waits in
+systemd's FD store. Neither service is started for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from torchtuned.bus import Bus, CallFailed
+from torchtuned.config import SessionConfig
+
+LOGIN = "org.freedesktop.login1"
+LOGIN_PATH = "/org/freedesktop/login1"
+LOGIN_MANAGER = f"{LOGIN}.Manager"
+PPD = (  # newest first; the name is the interface, too
+    ("org.freedesktop.UPower.PowerProfiles", "/org/freedesktop/UPower/PowerProfiles"),
+    ("net.hadess.PowerProfiles", "/net/hadess/PowerProfiles"),
+)
+WHO = "torchtuned"
+WHY = "a training job runs"
+DEADLINE_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Desktop:
+    """The two holds. `kept` is an inhibitor from before a restart; `keep(fd)` and `keep(None)` tell what to keep."""
+
+    def __init__(self, bus: Bus, *, kept: int | None, keep: Callable[[int | None], None]) -> None:
+        self._bus, self._inhibitor, self._keep = bus, kept, keep
+        self._profile: tuple[str, str, int] | None = None
+        self._wanted = False
+        self._wishes = SessionConfig()
+        self._work: asyncio.Task[None] | None = None
+
+    async def follow_sleep(self, resumed: Callable[[], None]) -> None:
+        """Have `resumed` called when the machine comes back from sleep."""
+        self._bus.on_signal(LOGIN, LOGIN_MANAGER, "PrepareForSleep", lambda values: None if values[0] else resumed())
+        self._bus.match(f"type='signal',sender='{LOGIN}',interface='{LOGIN_MANAGER}',member='PrepareForSleep'")
+        await self._bus.follow(LOGIN)
+
+    def jobs(self, *, active: bool, wishes: SessionConfig) -> None:
+        """Tell whether a job runs, and what the configuration asks for then."""
+        self._wanted, self._wishes = active, wishes
+        if self._work is None or self._work.done():
+            self._work = asyncio.ensure_future(self._reach())
+
+    async def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+        if self._inhibitor is not None:
+            os.close(self._inhibitor)
+
+    async def _reach(self) -> None:
+        reached = None
+        while reached != (self._wanted, self._wishes):
+            reached = self._wanted, self._wishes
+            try:
+                await self._inhibit(":".join(self._wishes.inhibit) if self._wanted else "")
+                await self._hold("performance" if self._wanted and self._wishes.power_profile != "keep" else "")
+            except CallFailed as e:
+                level = logging.INFO if e.absent else logging.WARNING
+                log.log(level, "the desktop does not know that jobs run: %s", e)
+
+    async def _inhibit(self, what: str) -> None:
+        if what and self._inhibitor is None:
+            target = (LOGIN, LOGIN_PATH, LOGIN_MANAGER)
+            [self._inhibitor] = await self._call(target, "Inhibit", "ssss", what, WHO, WHY, "block")
+            self._keep(self._inhibitor)
+        elif not what and self._inhibitor is not None:
+            os.close(self._inhibitor)
+            self._inhibitor = None
+            self._keep(None)
+
+    async def _hold(self, profile: str) -> None:
+        if profile and self._profile is None:
+            for name, path in PPD:
+                try:
+                    [cookie] = await self._call((name, path, name), "HoldProfile", "sss", profile, WHY, WHO)
+                except CallFailed as e:
+                    if not e.absent:
+                        raise
+                else:
+                    self._profile = name, path, cookie
+                    return
+        elif not profile and self._profile is not None:
+            (name, path, cookie), self._profile = self._profile, None
+            await self._call((name, path, name), "ReleaseProfile", "u", cookie)
+
+    async def _call(self, target: tuple[str, str, str], member: str, signature: str, *values: object) -> list[int]:
+        return await self._bus.call(*target, member, signature, values, timeout_s=DEADLINE_S)

@@ -1,0 +1,416 @@
+"""What the daemon does with jobs: place them, confine them, notice their end, lend their place to the next.
+
+Every change of the job table is made between two awaits, so on one loop it is atomic; what takes time (PID 1 making a
+scope, a process being looked at) happens outside of it, and looks afterwards whether the job is still there.
+Nothing here knows D-Bus: PID 1 comes in as a protocol, and what happened goes out through a View.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torchtuned import processes, scopes
+from torchtuned.cpulimits import Limits, limits
+from torchtuned.cpuset import CpuSet
+from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
+from torchtuned.host import Host
+from torchtuned.hostpolicy import HostPolicy
+from torchtuned.jobs import Job, Jobs, State, document, parse_request
+from torchtuned.placement import Request, place
+from torchtuned.processes import Process
+from torchtuned.topology import Topology
+
+COMMIT_S = 10.0  # how long a grant waits for its Commit
+RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
+JOBS_PER_USER = 1024
+
+log = logging.getLogger(__name__)
+
+
+class Pid1(Protocol):
+    """The service manager, as far as jobs need it. Every coroutine may raise TorchtunedError."""
+
+    async def start_scope(self, scope: scopes.Scope) -> None: ...
+    async def set_cpus(self, name: str, cpus: CpuSet) -> None: ...
+    async def has_scope(self, name: str) -> bool: ...
+    async def scopes(self) -> set[str]: ...
+    def watch_scopes(self, delta: int) -> None: ...
+
+
+class View(Protocol):
+    """Who shows it to the world."""
+
+    def job_added(self, job: Job) -> None: ...
+    def job_changed(self, job: Job) -> None: ...
+    def job_removed(self, job: Job) -> None: ...
+    def granted(self, job: Job, document: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was read about a process that wants to register."""
+
+    process: Process
+    limits: Limits
+    ancestors: frozenset[int]
+
+
+class Manager:
+    """The use cases. `topology` is the machine to place by: set before `adopt`, afterwards through `topology_changed`.
+
+    `jobs_active` is told whether a grant is in force, whenever that may have changed.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        table: Jobs,
+        policy: HostPolicy,
+        pid1: Pid1,
+        view: View,
+        *,
+        jobs_active: Callable[[bool], None],
+    ) -> None:
+        self.topology = Topology(online=frozenset(), allowed=frozenset())
+        self._host, self._table, self._policy, self._pid1, self._view = host, table, policy, pid1, view
+        self._jobs_active = jobs_active
+        self._pidfds: dict[str, int] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._committing: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def jobs(self) -> Jobs:
+        return self._table
+
+    # -- the life of a job -------------------------------------------------------------------------------------------
+
+    async def register(self, uid: int, pidfd: int, text: str) -> tuple[Job, dict[str, Any]]:
+        """Place the process that `pidfd` stands for; the descriptor is ours from here on. Returns the job and its
+        grant document.
+
+        NotAuthorized unless it is the caller's process (root: anybody's). InvalidRequest, Unplaceable, NoSuchGpu, Busy;
+        Failed when the job cannot be recorded.
+        """
+        try:
+            request = parse_request(text)
+            seen = await asyncio.to_thread(self._look, pidfd)
+            if uid not in (0, seen.process.uid):
+                raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
+            if self._table.of_user(seen.process.uid) >= JOBS_PER_USER:
+                raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
+            self._replace_earlier(seen.process)
+            job = self._new(request, seen)
+            self._table.put(job)
+        except BaseException:
+            os.close(pidfd)
+            raise
+        self._watch(job.id, pidfd)
+        self._view.job_added(job)
+        self._set_timer(job)
+        self._followed()
+        return job, self._document(job)
+
+    async def commit(self, uid: int, job_id: str) -> dict[str, Any]:
+        """Make a grant a job: with a scope where it gets one. Returns the grant as it came out in the end."""
+        job = self._own(uid, job_id)
+        if job.state is not State.GRANTED or job_id in self._committing:
+            raise InvalidRequest(f"job {job_id} is {job.state}", hint="a grant is committed once, after it was given")
+        self._stop_timer(job_id)
+        self._committing.add(job_id)
+        try:
+            job = await self._confine(job)
+            if self._table.get(job_id) is None or job_id not in self._pidfds:
+                raise NoSuchJob(f"job {job_id} ended meanwhile")
+            job = replace(job, state=State.RUNNING)
+            try:
+                self._table.put(job)
+            except Failed:
+                if job.scope:
+                    self._pid1.watch_scopes(-1)
+                self._end(job_id, "it cannot be recorded")
+                raise
+        finally:
+            self._committing.discard(job_id)
+        self._view.job_changed(job)
+        return self._document(job)
+
+    async def release(self, uid: int, job_id: str) -> None:
+        """Give a grant back. A process that goes on is not confined any longer."""
+        job = self._own(uid, job_id)
+        self._end(job_id, "released")
+        if job.scope and job.confinement == "cpuset":
+            try:
+                await self._pid1.set_cpus(job.scope, self.topology.online)
+            except TorchtunedError as e:
+                log.warning("%s keeps its cpuset: %s", job.scope, e)
+
+    def scope_ended(self, name: str) -> None:
+        """PID 1 removed a scope, or says so while it reloads."""
+        for job in self._table:
+            if job.scope == name:
+                self._spawn(self._check_scope(job.id))
+
+    def topology_changed(self, topology: Topology) -> None:
+        """Place by this machine from now on, and pin again what the kernel let go when a CPU went."""
+        self.topology = topology
+        self._serve_queue()
+        for job in self._table:
+            if job.state is State.RUNNING and job.confinement == "affinity" and job.grant is not None:
+                self._spawn(asyncio.to_thread(processes.pin_again, job.process.pid, job.grant.cpus, topology.online))
+
+    # -- start and end -----------------------------------------------------------------------------------------------
+
+    async def adopt(self) -> None:
+        """Take over the jobs of an earlier daemon: those whose process, or scope, is still there."""
+        self._table.load()
+        try:
+            live = await self._pid1.scopes()
+        except TorchtunedError as e:
+            log.info("scopes are not known: %s", e)
+            live = set()
+        for name in live:
+            number = name.removeprefix("torchtuned-job-").removesuffix(".scope")
+            if number.isdecimal():
+                self._table.skip_to(int(number) + 1)
+        for job in self._table:
+            pidfd = processes.reopen(job.process)
+            if pidfd is None and job.scope not in live:
+                self._table.drop(job.id)
+                log.info("job %s ended while no daemon ran", job.id)
+                continue
+            if job.scope:
+                self._pid1.watch_scopes(+1)
+            if pidfd is not None:
+                self._watch(job.id, pidfd)
+            self._view.job_added(job)
+            self._set_timer(job)
+        for name in live - {job.scope for job in self._table}:
+            log.warning("%s belongs to no job that is known", name)
+        self._serve_queue()
+        self._followed()
+
+    async def close(self) -> None:
+        """Let go of everything in memory; the table stays for the next daemon."""
+        for job_id in list(self._timers):
+            self._stop_timer(job_id)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job_id in list(self._pidfds):
+            self._unwatch(job_id)
+
+    # -- placing -----------------------------------------------------------------------------------------------------
+
+    def _document(self, job: Job) -> dict[str, Any]:
+        return document(job, self.topology, self._policy.config)
+
+    def _look(self, pidfd: int) -> _Seen:
+        process = processes.identify(pidfd)
+        return _Seen(process, limits(self._host, process.pid), frozenset(processes.ancestors(process.pid)))
+
+    def _new(self, request: Request, seen: _Seen) -> Job:
+        job = Job(
+            id=self._table.new_id(),
+            process=seen.process,
+            request=request,
+            since=time.time_ns() // 1000,
+            cpu_max=seen.limits.cpu_max,
+        )
+        cgroup = seen.limits.cgroup
+        around = {
+            other.id
+            for other in self._table
+            if other.process.pid in seen.ancestors or (other.scope and other.scope in cgroup)
+        }
+        try:
+            return self._grant(job, seen.limits, around)
+        except Busy as e:
+            if request.wait is None and self._policy.config.jobs.when_full != "wait":
+                raise
+            return replace(job, warnings=(e.what,))
+
+    def _grant(self, job: Job, found: Limits, around: set[str]) -> Job:
+        """The job with a grant. `around` are the jobs that it runs inside of, whose CPUs it shares. Busy."""
+        lane = _wants_gpus(job.request)
+        before = sum(
+            other.state is State.QUEUED and _wants_gpus(other.request) == lane and int(other.id) < int(job.id)
+            for other in self._table
+        )
+        if before:
+            raise Busy(f"{before} waiting before it", hint="wait with --wait")
+        rules = self._policy.config.rules()
+        if job.request.wait is not None and not job.request.shared:
+            rules = replace(rules, when_full="wait")
+        request = replace(job.request, affinity=found.affinity or None, cpu_max=found.cpu_max)
+        taken = [j.grant for j in self._table if j.grant is not None and j.id not in around]
+        grant = place(self.topology, taken, request, rules)
+        how = scopes.confinement(
+            self._host, found.cgroup, admin=self._policy.config.jobs.confine, asked=request.confine
+        )
+        return replace(
+            job,
+            state=State.GRANTED,
+            grant=grant,
+            confinement=how.mode if grant.bound else "none",
+            warnings=(how.warning,) if how.warning and grant.bound else (),
+        )
+
+    def _serve_queue(self) -> None:
+        """Give what is free to those who wait, first come first served in each of the two queues."""
+        full: set[bool] = set()
+        for waiting in self._table:
+            job = self._table.get(waiting.id)
+            if job is None or job.state is not State.QUEUED or _wants_gpus(job.request) in full:
+                continue
+            try:
+                job = self._grant(job, limits(self._host, job.process.pid), set())
+                self._table.put(job)
+            except Busy:
+                full.add(_wants_gpus(job.request))
+            except TorchtunedError as e:
+                self._end(job.id, f"it has no place any more: {e}")
+            else:
+                self._set_timer(job)
+                self._view.job_changed(job)
+                self._view.granted(job, self._document(job))
+
+    async def _confine(self, job: Job) -> Job:
+        """Have PID 1 make the job's scope. Where that fails the job runs all the same, by affinity, and hears why."""
+        assert job.grant is not None
+        found = await asyncio.to_thread(limits, self._host, job.process.pid)
+        config = self._policy.config
+        how = scopes.confinement(self._host, found.cgroup, admin=config.jobs.confine, asked=job.request.confine)
+        if how.move is None or not job.grant.bound or job.id not in self._pidfds:
+            return job if job.confinement != "cpuset" else replace(job, confinement="affinity")
+        cpuset = job.confinement == "cpuset" and how.mode == "cpuset"
+        scope = scopes.Scope(
+            name=f"torchtuned-job-{job.id}.scope",
+            description=f"torchtuned job {job.id}" + (f": {job.request.command[0]}" if job.request.command else ""),
+            slice=how.move.slice,
+            pid=job.process.pid,
+            pidfd=self._pidfds[job.id],
+            tasks_max=how.move.tasks_max,
+            cpus=job.grant.cpus if cpuset else frozenset(),
+            memory_nodes=job.grant.memory_nodes if cpuset and job.request.memory == "bind" else frozenset(),
+        )
+        self._pid1.watch_scopes(+1)
+        try:
+            await self._pid1.start_scope(scope)
+        except TorchtunedError as e:
+            self._pid1.watch_scopes(-1)
+            log.warning("job %s has no scope: %s", job.id, e)
+            mode = "affinity" if cpuset else job.confinement
+            return replace(job, confinement=mode, warnings=(*job.warnings, f"no scope of its own: {e}"))
+        if self._table.get(job.id) is None:
+            self._pid1.watch_scopes(-1)  # it ended while PID 1 worked; the scope goes with its processes
+        return replace(job, scope=scope.name, confinement="cpuset" if cpuset else job.confinement)
+
+    # -- noticing ----------------------------------------------------------------------------------------------------
+
+    def _watch(self, job_id: str, pidfd: int) -> None:
+        self._pidfds[job_id] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._leader_ended, job_id)
+
+    def _unwatch(self, job_id: str) -> None:
+        pidfd = self._pidfds.pop(job_id, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _leader_ended(self, job_id: str) -> None:
+        self._unwatch(job_id)
+        job = self._table.get(job_id)
+        if job is not None and job.scope:
+            self._spawn(self._check_scope(job_id))
+        elif job is not None:
+            self._end(job_id, "its process ended")
+
+    async def _check_scope(self, job_id: str) -> None:
+        """End a job whose process and scope are gone. A process that left its scope is a job still, but unconfined."""
+        while (job := self._table.get(job_id)) is not None and job.scope:
+            try:
+                if await self._pid1.has_scope(job.scope):
+                    return
+                break
+            except TorchtunedError as e:
+                log.warning("PID 1 does not say whether %s is empty: %s", job.scope, e)
+                await asyncio.sleep(RETRY_S)
+        if job is None or self._table.get(job_id) is None or not job.scope:
+            return
+        if job_id not in self._pidfds:
+            self._end(job_id, "its last process ended")
+            return
+        self._pid1.watch_scopes(-1)
+        lost = "none" if job.confinement == "cpuset" else job.confinement
+        job = replace(job, scope="", confinement=lost, warnings=(*job.warnings, f"its process left {job.scope}"))
+        self._table.put(job)
+        self._view.job_changed(job)
+
+    def _end(self, job_id: str, why: str) -> None:
+        job = self._table.get(job_id)
+        if job is None:
+            return
+        log.info("job %s of uid %d: %s", job_id, job.process.uid, why)
+        self._unwatch(job_id)
+        self._stop_timer(job_id)
+        if job.scope:
+            self._pid1.watch_scopes(-1)
+        self._table.drop(job_id)
+        self._view.job_removed(job)
+        self._serve_queue()
+        self._followed()
+
+    def _followed(self) -> None:
+        self._jobs_active(any(job.grant is not None for job in self._table))
+
+    def _replace_earlier(self, process: Process) -> None:
+        """A wrapper that asks again did not hear our answer; its first grant must not stand beside the second."""
+        for job in self._table:
+            if job.process == process:
+                if job.state is State.RUNNING or job.id in self._committing:
+                    raise InvalidRequest(f"process {process.pid} is job {job.id} already")
+                self._end(job.id, "registered anew")
+
+    def _own(self, uid: int, job_id: str) -> Job:
+        job = self._table.get(job_id)
+        if job is None:
+            raise NoSuchJob(f"there is no job {job_id}")
+        if uid not in (0, job.process.uid):
+            raise NotAuthorized(f"job {job_id} belongs to uid {job.process.uid}, not {uid}")
+        return job
+
+    def _set_timer(self, job: Job) -> None:
+        self._stop_timer(job.id)
+        loop = asyncio.get_running_loop()
+        if job.state is State.GRANTED:
+            self._timers[job.id] = loop.call_later(COMMIT_S, self._end, job.id, "its grant was not committed")
+        elif job.state is State.QUEUED and job.request.wait:
+            self._timers[job.id] = loop.call_later(job.request.wait, self._end, job.id, "it waited long enough")
+
+    def _stop_timer(self, job_id: str) -> None:
+        timer = self._timers.pop(job_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("unexpected", exc_info=task.exception())
+
+
+def _wants_gpus(request: Request) -> bool:
+    """Whether a job stands in the queue for GPUs, or in the one for CPUs."""
+    return bool(request.gpus) or (request.gpus is None and bool(request.cuda_visible_devices))
+

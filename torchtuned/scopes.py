@@ -1,0 +1,143 @@
+"""Whether a process may be moved into a scope of its own, where to, and what it must take along.
+
+Becoming a job must not be a way out: out of a service that somebody watches, a container, a Slurm step, or the limits
+that somebody put on a scope. So only what a login session or a desktop's user manager started is moved, and only when
+nothing between where it is and the slice it goes to limits it. The slice stays above it and goes on limiting.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torchtuned.cpuset import CpuSet
+from torchtuned.errors import HostError
+from torchtuned.host import Host
+
+MOUNT = "/sys/fs/cgroup"
+UNLIMITED = 2**64 - 1  # systemd's "infinity"
+CPUSET_KERNEL = (6, 2)  # older ones wipe every task's affinity when the first cpuset appears
+# What a leaf or the cgroups above it may say to mean "no limit"; files the kernel or the controller lacks are none
+LIMITS = {
+    "memory.max": "max",
+    "memory.high": "max",
+    "memory.swap.max": "max",
+    "memory.swap.high": "max",
+    "memory.zswap.max": "max",
+    "cpuset.cpus": "",
+    "cpuset.mems": "",
+    "io.max": "",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Where to: the slice for the new scope, and the task limit (TasksMax=) that goes along."""
+
+    slice: str
+    tasks_max: int = UNLIMITED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """A scope to make around one process. Empty `cpus` and `memory_nodes` set no cpuset."""
+
+    name: str
+    description: str
+    slice: str
+    pid: int
+    pidfd: int
+    tasks_max: int = UNLIMITED
+    cpus: CpuSet = frozenset()
+    memory_nodes: CpuSet = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confinement:
+    """How a job is kept to its CPUs: `mode` is "cpuset", "affinity" or "none"; `move` when it gets a scope."""
+
+    mode: str
+    move: Move | None = None
+    warning: str = ""
+
+
+def confinement(host: Host, cgroup: str, *, admin: str, asked: str | None) -> Confinement:
+    """Choose for a process in `cgroup`. `admin` is [jobs] confine (auto, cpuset, affinity, none), `asked` the user's
+    wish, which goes first; only where it would need a cpuset that wipes affinities does the admin have the last word.
+    """
+    mode = asked or admin
+    if mode == "none":
+        return Confinement(mode="none")
+    place = move(host, cgroup)
+    if isinstance(place, str):
+        warning = f"no cpuset: {place}" if mode == "cpuset" else ""
+        return Confinement(mode="affinity", warning=warning)
+    if mode == "affinity":
+        return Confinement(mode="affinity", move=place)
+    if not has_cpuset(host):
+        warning = "no cpuset: the kernel's cgroups have no cpuset controller" if mode == "cpuset" else ""
+        return Confinement(mode="affinity", move=place, warning=warning)
+    if kernel(host) < CPUSET_KERNEL and admin != "cpuset":
+        warning = ""
+        if mode == "cpuset":
+            warning = "no cpuset: on kernels before 6.2 the first one wipes every CPU affinity on the machine"
+        return Confinement(mode="affinity", move=place, warning=warning)
+    return Confinement(mode="cpuset", move=place)
+
+
+def move(host: Host, cgroup: str) -> Move | str:
+    """Whether a process in `cgroup` (path of the unified hierarchy) may be moved; a text says why it may not."""
+    parts = cgroup.strip("/").split("/")
+    slices = [i for i, part in enumerate(parts) if part.endswith(".slice")]
+    leaf = parts[-1]
+    manager = next((i for i, part in enumerate(parts) if re.fullmatch(r"user@\d+\.service", part)), None)
+    if not host.exists(f"{MOUNT}/cgroup.controllers"):
+        return "there is no unified cgroup hierarchy"
+    if manager is not None:
+        slices = [i for i in slices if i < manager]  # slices below belong to the user's own manager
+        if not leaf.endswith(".scope"):
+            return f"it is in {leaf}, a service of its user"
+    elif not re.fullmatch(r"session-[^/]+\.scope", leaf):
+        return f"it is in {leaf}, which is not a login session" if leaf else "it is in no unit"
+    if not slices:
+        return "it is in no slice"
+    home = slices[-1]
+    tasks = UNLIMITED
+    for depth in range(len(parts), home + 1, -1):
+        path = f"{MOUNT}/{'/'.join(parts[:depth])}"
+        for name, free in LIMITS.items():
+            value = _read(host, f"{path}/{name}")
+            if value is not None and value != free:
+                return f"{parts[depth - 1]} has a limit, {name} = {value.splitlines()[0]}"
+        quota = _read(host, f"{path}/cpu.max")
+        if quota is not None and not quota.startswith("max"):
+            return f"{parts[depth - 1]} has a limit, cpu.max = {quota}"
+        pids = _read(host, f"{path}/pids.max")
+        if pids is not None and pids.isdigit():
+            tasks = min(tasks, int(pids))
+    return Move(slice=parts[home], tasks_max=tasks)
+
+
+def kernel(host: Host) -> tuple[int, int]:
+    """Version of the running kernel, (0, 0) when it is not known."""
+    try:
+        release = host.read("/proc/sys/kernel/osrelease")
+    except HostError:
+        return 0, 0
+    found = re.match(r"(\d+)\.(\d+)", release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def has_cpuset(host: Host) -> bool:
+    """Whether units can have AllowedCPUs=: the cpuset controller is one of the unified hierarchy's."""
+    try:
+        return "cpuset" in host.read(f"{MOUNT}/cgroup.controllers").split()
+    except HostError:
+        return False
+
+
+def _read(host: Host, path: str) -> str | None:
+    try:
+        return host.read(path)
+    except HostError:
+        return None
