@@ -33,6 +33,10 @@ class Host:
 
     def read(self, path: str) -> str:
         """The file's text without trailing white space and NUL bytes. Missing, Unreadable."""
+        return self.read_bytes(path).decode("utf-8", "replace").rstrip(" \t\r\n\0")
+
+    def read_bytes(self, path: str) -> bytes:
+        """The file as it is, for the few that hold a binary number. Missing, Unreadable."""
         try:
             fd = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -43,7 +47,7 @@ class Host:
                 os.close(fd)
         except OSError as error:
             raise self._unread(path, error) from None
-        return data.decode("utf-8", "replace").rstrip(" \t\r\n\0")
+        return data
 
     def read_int(self, path: str) -> int:
         """The file's content as a decimal number. Missing; Unreadable also when it is not a number."""
