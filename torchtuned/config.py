@@ -6,16 +6,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from torchtuned import config_keys as keys
 from torchtuned import cpuset
 from torchtuned.cpuset import CpuSet
 from torchtuned.errors import InvalidConfig
+from torchtuned.placement import Rules
 from torchtuned.policy import Wish, parse_value
-
-if TYPE_CHECKING:
-    from torchtuned.placement import Rules
 
 DEFAULT_PROFILE = "training"
 BUILT_IN = "observe"
@@ -78,8 +75,6 @@ class Config:
 
     def rules(self) -> Rules:
         """What placement has to keep to."""
-        from torchtuned.placement import Rules
-
         return Rules(
             reserved=self.jobs.reserved,
             slots=self.jobs.slots,

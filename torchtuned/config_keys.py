@@ -119,6 +119,19 @@ def number_knob(low: int, high: int) -> Check:
     return check
 
 
+def ceiling_knob(low: int, high: int) -> Check:
+    """A value for a knob that is a limit from above, so that N means <=N."""
+    inside = number_knob(low, high)
+
+    def check(text: str) -> str:
+        value = parse_value(inside(text))
+        if value.kind not in (Kind.EXACT, Kind.CEILING, Kind.KEEP):
+            raise ValueError("this is a ceiling: write N or <=N")
+        return text if value.kind is Kind.KEEP else f"<={value.text}"
+
+    return check
+
+
 def switch_knob(text: str) -> str:
     """A value for a knob that is on or off."""
     return text if text == "keep" else "on" if yes_no(text) == "yes" else "off"
@@ -175,7 +188,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         ),
         "boost": Key(switch_knob, "keep", "cpu/*/boost"),
         "min_perf_pct": Key(number_knob(0, 100), "keep", "cpu/min_perf_pct"),
-        "latency_us": Key(number_knob(0, 1_000_000), "keep", "latency/cpu_dma_latency"),
+        "latency_us": Key(ceiling_knob(0, 1_000_000), "keep", "latency/cpu_dma_latency"),
         **TIMING,
         "on_battery": Key(one_of("apply", "keep"), "keep"),
     },

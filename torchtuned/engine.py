@@ -22,16 +22,21 @@ from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome, Row, State
 from torchtuned.survey import UNKNOWN, Case, Survey, matches
 from torchtuned.tunables import Family, Held
+from torchtuned.tunables.block import BlockFamily
 from torchtuned.tunables.cpu import CpuFamily
+from torchtuned.tunables.gpu import GpuFamily
+from torchtuned.tunables.latency import LatencyFamily
 from torchtuned.tunables.memory import Memory
 from torchtuned.tunables.sysctl import GLOB, SysctlFamily
 
 NOT_WANTED = "given back: no longer in the policy"
 
 
-def families() -> tuple[Family, ...]:
-    """All families that need nothing but the host."""
-    return SysctlFamily(), CpuFamily(), Memory()
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+
+def all_families() -> tuple[Family, ...]:
+    return SysctlFamily(), CpuFamily(), Memory(), BlockFamily(), GpuFamily(), LatencyFamily()
 
 
 class Engine:
@@ -47,14 +52,14 @@ class Engine:
         host: Host,
         ledger: Ledger,
         *,
-        families: Sequence[Family] = families(),
+        families: Sequence[Family] | None = None,
         deadline_s: float = 5.0,
         clock: Callable[[], float] = time.time,
         on_hold: Callable[[str, int], None] | None = None,
         on_release: Callable[[str], None] | None = None,
     ) -> None:
         self.host, self.ledger = host, ledger
-        self.families = {family.name: family for family in families}
+        self.families = {family.name: family for family in families or all_families()}
         self._deadline = Deadline(deadline_s)
         self._changes = Changes(host, ledger, self._deadline, self.families, clock)
         self._on_hold, self._on_release = on_hold, on_release
@@ -62,6 +67,8 @@ class Engine:
         self._held: dict[str, tuple[int, str]] = {}
         self._failures: dict[str, Row] = {}
         self._told: set[str] = set()
+        with contextlib.suppress(HostError):
+            ledger.boot_id = ledger.boot_id or host.read(BOOT_ID)
 
     def plan(self, config: Config, *, jobs_active: bool = False, tuners: Iterable[str] = ()) -> list[Row]:
         """What `apply` would change now. `applied` means it would be written, `kept` that nothing would be done.
@@ -70,7 +77,7 @@ class Engine:
         """
         with self._lock:
             self.ledger.peek()
-            survey = self._survey(jobs_active=jobs_active, tuners=tuners)
+            survey = self._survey(config, jobs_active=jobs_active, tuners=tuners)
             wanted, absent = survey.wanted(config)
             rows = []
             for knob, wish in wanted:
@@ -91,7 +98,7 @@ class Engine:
         """
         with self._lock:
             self.ledger.peek()
-            survey = self._survey(jobs_active=jobs_active, tuners=tuners)
+            survey = self._survey(config, jobs_active=jobs_active, tuners=tuners)
             wanted, absent = survey.wanted(config)
             rows = []
             for knob, wish in wanted:
@@ -125,7 +132,7 @@ class Engine:
                 stack.enter_context(self.ledger.locked())
             except Failed as failed:
                 fault = f"left alone, its original cannot be recorded: {failed}"
-            survey = self._survey(jobs_active=jobs_active, tuners=tuners, reassert=reassert)
+            survey = self._survey(config, jobs_active=jobs_active, tuners=tuners, reassert=reassert)
             wanted, absent = survey.wanted(config, only)
             rows: dict[str, Row] = {}
             if not fault:
@@ -175,7 +182,10 @@ class Engine:
         with self._lock:
             self._held[knob] = (fd, "")
 
-    def _survey(self, *, jobs_active: bool, tuners: Iterable[str], reassert: bool = False) -> Survey:
+    def _survey(self, config: Config, *, jobs_active: bool, tuners: Iterable[str], reassert: bool = False) -> Survey:
+        gpus = self.families.get("gpu")
+        if isinstance(gpus, GpuFamily) and config.gpu.watch:
+            gpus.watch = config.gpu.watch
         return Survey(
             host=self.host,
             deadline=self._deadline,
@@ -237,7 +247,7 @@ class Engine:
             if self._on_hold:
                 self._on_hold(knob.id, fd)
             tell(knob.id, case.current, value, case.wish.source)
-            rows.append(replace(case.row(reason="held by torchtuned"), current=value))
+            rows.append(replace(case.row(reason=knob.describe(self.host, value)), current=knob.read(self.host)))
         return rows
 
     def _let_go(self, knobs: Iterable[str]) -> list[Row]:

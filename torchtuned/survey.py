@@ -137,11 +137,12 @@ class Survey:
 
     def _judge_held(self, knob: Held, wish: Wish, current: str, situation: Situation, implied: str) -> Verdict:
         held = self.held.get(knob.id)
-        verdict = judge(wish, knob.unheld if held is not None else current, None, situation, implied=implied)
+        base = current if held is None else knob.unheld(self.host)
+        verdict = judge(wish, base, None, situation, implied=implied)
         if held is None:
             return verdict
         if held in verdict.targets:
-            return replace(verdict, targets=(), ours=True, reason="held by torchtuned")
+            return replace(verdict, targets=(), ours=True, reason=knob.describe(self.host, held))
         return replace(verdict, release=True)
 
     @staticmethod

@@ -60,15 +60,18 @@ class Knob:
 
 
 class Held(Knob):
-    """A value that lasts as long as a descriptor is open. It needs no ledger: the kernel gives it back.
-
-    `unheld` is the value when nobody holds one.
-    """
-
-    unheld = ""
+    """A value that lasts as long as a descriptor is open. It needs no ledger: the kernel gives it back."""
 
     def hold(self, host: Host, value: str) -> int:
         """Return the descriptor. Missing, Refused."""
+        raise NotImplementedError
+
+    def unheld(self, host: Host) -> str:
+        """The value when nobody holds one."""
+        raise NotImplementedError
+
+    def describe(self, host: Host, value: str) -> str:
+        """What holding a value does."""
         raise NotImplementedError
 
 
