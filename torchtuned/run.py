@@ -225,11 +225,10 @@ def find_place(options: Options, environ: dict[str, str], launcher: launchers.La
     """From the daemon, else by ourselves. Raises what is wrong with the request, or with the machine for it."""
     request = wishes(options, environ, launcher)
     # torchrun --nproc-per-node=gpu with nothing that says how many: as many as the machine has
-    per_gpu = request["ranks"] is None and launcher is not None and launcher.count in ("gpu", "auto")
-    per_gpu = per_gpu and request["gpus"] is None
+    counted = launcher if request["ranks"] is None and request["gpus"] is None else None
     mask = os.sched_getaffinity(0)
     try:
-        return from_daemon(options, request, frozenset(mask), per_gpu=per_gpu)
+        return from_daemon(options, request, frozenset(mask), counted)
     except FINAL:
         raise
     except errors.TorchtunedError as error:
@@ -241,19 +240,34 @@ def find_place(options: Options, environ: dict[str, str], launcher: launchers.La
     from torchtuned import selfplace
 
     inside = isinstance(problem, InsideJob)
+    per_gpu = counted is not None and counted.count in ("gpu", "auto")
     grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain or inside, per_gpu=per_gpu)
+    settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
         where = f"CPUs {grant['cpus']}" + ("" if inside else ", apart from your own jobs only")
         say(f"{problem.what}; placed without it on {where}")
     return Place(grant, "torchtuned-run", lambda: selfplace.forget(os.getpid()))
 
 
-def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int], *, per_gpu: bool) -> Place:
-    """Register, move, commit; with --explain register and give it back. Raises errors as find_place takes them."""
+def settle_count(launcher: launchers.Launcher | None, gpus: int) -> None:
+    """ "auto" means one rank per CPU where there is no GPU."""
+    if launcher is not None and launcher.count == "auto" and not gpus:
+        launcher.count = "cpu"
+
+
+def from_daemon(
+    options: Options, request: dict[str, Any], mask: frozenset[int], counted: launchers.Launcher | None
+) -> Place:
+    """Register, move, commit; with --explain register and give it back. Raises errors as find_place takes them.
+
+    `counted`: a launcher whose number of ranks is the machine's number of GPUs.
+    """
     client = Client()
-    if per_gpu:
+    if counted is not None and counted.count in ("gpu", "auto"):
         gpus = client.properties(ROOT, MANAGER).get("Gpus")
-        request = {**request, "ranks": min(gpus, 4096) if isinstance(gpus, int) and gpus else None}
+        gpus = min(gpus, 4096) if isinstance(gpus, int) else 0
+        request = {**request, "ranks": gpus or None}
+        settle_count(counted, gpus)
     pidfd = os.pidfd_open(os.getpid())
     try:
         answer = client.call(ROOT, MANAGER, "Register", "hs", pidfd, json.dumps(request, ensure_ascii=False))

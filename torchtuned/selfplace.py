@@ -86,6 +86,7 @@ def place_self(
         "omp_max_gpu": rules.omp_max_gpu,
         "limits": dict(config.jobs.limits),
         "env_profiles": list(config.env.profiles),
+        "gpus_here": len(machine.gpus),
         "warnings": [*grant.warnings, *warnings],
     }
 

@@ -1,0 +1,286 @@
+"""Places without a daemon: jobs of one user keep apart, and nobody else can make them trust a table."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.tree import machine, machine_a, make_tree, pairs
+from torchtuned import selfplace
+from torchtuned.cpuset import parse_list
+from torchtuned.errors import Busy, NoSuchGpu
+from torchtuned.grants import Request
+from torchtuned.host import Host
+from torchtuned.placement import request_to_json
+
+PARENT = 1
+
+
+def wishes(**changes: Any) -> dict[str, Any]:
+    return {**request_to_json(Request()), **changes}
+
+
+def process(
+    pid: int, *, parent: int = PARENT, start: int = 1000, state: str = "S", cpus: str = "0-31"
+) -> dict[str, Any]:
+    fields = ["0"] * 52
+    fields[0], fields[1], fields[19] = state, str(parent), str(start + pid)
+    return {
+        f"proc/{pid}/stat": f"{pid} (a ) (name) {' '.join(fields)}\n",
+        f"proc/{pid}/status": f"Name:\tx\nCpus_allowed_list:\t{cpus}\nMems_allowed_list:\t0-1\n",
+        f"proc/{pid}/cgroup": "0::/\n",
+    }
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "runtime"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    return folder / "torchtuned"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """Two sockets of eight cores with two threads, and processes 101 to 109."""
+    return small_host(tmp_path / "root", gpus=())
+
+
+@pytest.fixture
+def gpu_host(tmp_path: Path) -> Host:
+    """The same with two GPUs at each socket."""
+    return small_host(tmp_path / "gpu-root", gpus=(0, 0, 1, 1))
+
+
+def small_host(root: Path, *, gpus: tuple[int, ...]) -> Host:
+    files = machine_a(gpus=gpus)
+    for pid in range(101, 110):
+        files |= process(pid)
+    return Host(make_tree(root, files))
+
+
+def table(runtime: Path) -> list[dict[str, Any]]:
+    jobs: list[dict[str, Any]] = json.loads((runtime / "jobs.json").read_text())["jobs"]
+    return jobs
+
+
+def test_jobs_of_one_user_are_disjoint_and_in_the_table(runtime: Path, host: Host) -> None:
+    first = selfplace.place_self(wishes(cpus="4"), pid=101, host=host)
+    second = selfplace.place_self(wishes(cpus="4"), pid=102, host=host)
+    assert len(parse_list(first["cpus"])) == len(parse_list(second["cpus"])) == 8
+    assert not parse_list(first["cpus"]) & parse_list(second["cpus"])
+    assert (first["confinement"], first["state"], first["threads"]) == ("affinity", "running", 4)
+    assert [(job["pid"], job["start"], job["uid"]) for job in table(runtime)] == [
+        (101, 1101, os.getuid()),
+        (102, 1102, os.getuid()),
+    ]
+    assert os.stat(runtime).st_mode & 0o777 == 0o700
+    assert os.stat(runtime / "jobs.json").st_mode & 0o777 == 0o600
+
+
+def test_a_job_that_ended_gives_its_place_back(runtime: Path, host: Host) -> None:
+    for pid, changed in ((101, None), (102, process(102, start=5000)), (103, process(103, state="Z"))):
+        selfplace.place_self(wishes(cpus="2"), pid=pid, host=host)
+        if changed:
+            make_tree(host.root, changed)
+    for name in ("stat", "status", "cgroup"):
+        (host.root / f"proc/101/{name}").unlink()
+    everything = selfplace.place_self(wishes(), pid=104, host=host)
+    assert everything["cpus"] == "0-31"
+    assert [job["pid"] for job in table(runtime)] == [104]
+
+
+def test_dry_writes_nothing(runtime: Path, host: Host) -> None:
+    selfplace.place_self(wishes(), pid=101, host=host, dry=True)
+    assert not (runtime / "jobs.json").exists()
+
+
+def test_a_process_that_asks_again_replaces_its_own_grant(runtime: Path, host: Host) -> None:
+    selfplace.place_self(wishes(), pid=101, host=host)
+    assert selfplace.place_self(wishes(), pid=101, host=host)["shared"] is False
+    assert len(table(runtime)) == 1
+
+
+def test_a_job_inside_a_job_uses_its_cpus(runtime: Path, host: Host) -> None:
+    selfplace.place_self(wishes(cpus="8"), pid=101, host=host)
+    make_tree(host.root, process(102, parent=101, cpus="0-7,16-23"))
+    inner = selfplace.place_self(wishes(), pid=102, host=host)
+    assert (inner["cpus"], inner["shared"]) == ("0-7,16-23", False)
+
+
+def test_nothing_free_is_shared_loudly_or_waited_for(runtime: Path, host: Host) -> None:
+    selfplace.place_self(wishes(), pid=101, host=host)
+    shared = selfplace.place_self(wishes(), pid=102, host=host)
+    assert shared["shared"]
+    assert shared["warnings"]
+
+
+def test_waiting_ends_in_time(runtime: Path, gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfplace, "RETRY_S", 0.05)
+    selfplace.place_self(wishes(gpus=4), pid=101, host=gpu_host)
+    start = time.monotonic()
+    with pytest.raises(Busy):
+        selfplace.place_self(wishes(gpus=1, wait=0.2), pid=102, host=gpu_host)
+    assert 0.2 <= time.monotonic() - start < 10
+    with pytest.raises(Busy):
+        selfplace.place_self(wishes(gpus=1), pid=102, host=gpu_host)
+
+
+def test_gpus_are_leased_and_named(runtime: Path, gpu_host: Host) -> None:
+    first = selfplace.place_self(wishes(gpus=2), pid=101, host=gpu_host)
+    second = selfplace.place_self(wishes(gpus=2), pid=102, host=gpu_host)
+    assert not set(first["gpus"]) & set(second["gpus"])
+    assert sorted([*first["gpu_indexes"], *second["gpu_indexes"]]) == [0, 1, 2, 3]
+    assert (first["gpus_chosen"], first["gpus_alike"], first["gpu_uuids"]) == (True, True, None)
+    with pytest.raises(NoSuchGpu):
+        selfplace.place_self(wishes(gpus=["0000:99:00.0"]), pid=103, host=gpu_host)
+
+
+def test_a_container_counts_only_the_gpus_it_can_open(runtime: Path, gpu_host: Host) -> None:
+    files: dict[str, Any] = {"dev/nvidia0": ""}
+    for minor, address in enumerate(["0000:10:00.0", "0000:20:00.0", "0000:30:00.0", "0000:40:00.0"]):
+        files[f"proc/driver/nvidia/gpus/{address}/information"] = f"Model: x\nDevice Minor: \t {3 - minor}\n"
+    make_tree(gpu_host.root, files)
+    grant = selfplace.place_self(wishes(gpus=1), pid=101, host=gpu_host)
+    assert (grant["gpus"], grant["gpu_indexes"]) == (["0000:40:00.0"], [0])
+
+
+def test_one_rank_per_gpu(runtime: Path, gpu_host: Host) -> None:
+    grant = selfplace.place_self(wishes(), pid=101, per_gpu=True, host=gpu_host)
+    assert [rank["cpus"] for rank in grant["ranks"]] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
+    assert grant["gpus_here"] == 4
+
+
+def test_the_affinity_holds(runtime: Path, host: Host) -> None:
+    make_tree(host.root, process(101, cpus="2-3,18-19"))
+    assert selfplace.place_self(wishes(), pid=101, host=host)["cpus"] == "2-3,18-19"
+
+
+def test_confine(runtime: Path, host: Host) -> None:
+    assert selfplace.place_self(wishes(confine="none"), pid=101, host=host)["confinement"] == "none"
+    cpuset = selfplace.place_self(wishes(confine="cpuset"), pid=102, host=host)
+    assert cpuset["confinement"] == "affinity"
+    assert any("cpuset" in warning for warning in cpuset["warnings"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b'{"schema": 1}',
+        b'{"schema": 2, "jobs": []}',
+        b'{"schema": 1, "jobs": [1, null, {"pid": "101", "start": 1, "grant": {"cpus": "0-31"}}]}',
+        b'{"schema": 1, "jobs": [{"pid": 101, "start": 1101, "grant": {"cpus": "0-99999999999"}}]}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_broken_table_is_replaced(runtime: Path, host: Host, content: bytes) -> None:
+    runtime.mkdir(mode=0o700)
+    (runtime / "jobs.json").write_bytes(content)
+    assert selfplace.place_self(wishes(), pid=102, host=host)["cpus"] == "0-31"
+    assert [job["pid"] for job in table(runtime)] == [102]
+
+
+def test_links_are_not_followed(runtime: Path, host: Host, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    runtime.mkdir(mode=0o700)
+    for name in ("jobs.json", "jobs.json.new"):
+        (runtime / name).symlink_to(precious)
+    assert selfplace.place_self(wishes(), pid=101, host=host)["warnings"] == []
+    assert precious.read_text() == "mine"
+    (runtime / "lock").unlink()
+    (runtime / "lock").symlink_to(precious)
+    assert "your other jobs are not known" in selfplace.place_self(wishes(), pid=102, host=host)["warnings"][-1]
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(runtime: Path, host: Host) -> None:
+    selfplace.place_self(wishes(), pid=101, host=host)
+    runtime.chmod(0o770)
+    grant = selfplace.place_self(wishes(), pid=102, host=host)
+    assert grant["cpus"] == "0-31", "the job starts all the same"
+    assert "open to other users" in grant["warnings"][-1]
+    assert [job["pid"] for job in table(runtime)] == [101]
+
+
+def test_a_folder_that_is_a_link_is_not_trusted(runtime: Path, host: Host, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    runtime.symlink_to(tmp_path / "elsewhere")
+    assert "not a folder, or a link" in selfplace.place_self(wishes(), pid=101, host=host)["warnings"][-1]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="giving a folder to another user takes root")
+def test_a_folder_of_another_user_is_not_trusted(runtime: Path, host: Host) -> None:
+    runtime.mkdir(mode=0o700)
+    os.chown(runtime, 65534, 65534)
+    assert "owned by user 65534" in selfplace.place_self(wishes(), pid=101, host=host)["warnings"][-1]
+    assert list(runtime.iterdir()) == []
+
+
+def test_where_the_table_is(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    uid = os.getuid()
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{mine}/torchtuned"
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, 4321) == "/tmp/torchtuned-4321", "not that user's"
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": "relative"}, 4321) == "/tmp/torchtuned-4321"
+    mine.chmod(0o777)
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) != f"{mine}/torchtuned"
+
+
+def test_a_lock_that_is_never_released_costs_a_warning(
+    runtime: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setattr(selfplace, "LOCK_S", 0.05)
+    with open(runtime / "lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert "locked" in selfplace.place_self(wishes(), pid=101, host=host)["warnings"][-1]
+    assert selfplace.place_self(wishes(), pid=101, host=host)["warnings"] == []
+
+
+def test_a_full_disk_costs_a_warning(runtime: Path, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(json, "dump", full)
+    grant = selfplace.place_self(wishes(), pid=101, host=host)
+    assert "No space left" in grant["warnings"][-1]
+    assert not (runtime / "jobs.json").exists()
+
+
+def test_many_at_once_stay_apart(runtime: Path, tmp_path: Path) -> None:
+    """Sixteen processes ask for a core each of sixteen, at the same moment."""
+    files = machine(cores=pairs(0, 16, 16))
+    root = make_tree(tmp_path / "many", files)
+    script = (
+        "import os, sys, json; from pathlib import Path; from tests.fakes.tree import make_tree;"
+        "from tests.test_selfplace import process, wishes; from torchtuned import selfplace;"
+        f"from torchtuned.host import Host; root = Path({str(root)!r}); pid = os.getpid();"
+        "make_tree(root, process(pid)); sys.stdin.read(1);"
+        "print(selfplace.place_self(wishes(cpus='1'), pid=pid, host=Host(root))['cpus'], flush=True); sys.stdin.read()"
+    )
+    crowd = [
+        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(16)
+    ]
+    for one in crowd:
+        assert one.stdin is not None
+        one.stdin.write("x")
+        one.stdin.flush()
+    found = [parse_list(one.stdout.readline()) for one in crowd if one.stdout is not None]
+    for one in crowd:
+        one.communicate()
+    assert sorted(cpu for cpus in found for cpu in cpus) == list(range(32))
