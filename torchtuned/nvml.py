@@ -128,6 +128,10 @@ FIELDS: dict[str, Callable[[Any, Any], Any]] = {
     "throttle": throttle,
     "sm_clock": lambda n, g: int(n.nvmlDeviceGetClockInfo(g, n.NVML_CLOCK_SM)),
     "sm_clock_max": lambda n, g: int(n.nvmlDeviceGetMaxClockInfo(g, n.NVML_CLOCK_SM)),
+    "application_clock": lambda n, g: [
+        int(n.nvmlDeviceGetApplicationsClock(g, n.NVML_CLOCK_SM)),
+        int(n.nvmlDeviceGetDefaultApplicationsClock(g, n.NVML_CLOCK_SM)),
+    ],
     "compute_mode": lambda n, g: COMPUTE_MODES[int(n.nvmlDeviceGetComputeMode(g))],
     "processes": processes,
     "rows": rows,
@@ -149,6 +153,10 @@ def set_clocks(nvml: Any, gpu: Any, value: str) -> None:
 KNOBS: dict[str, Callable[[Any, Any, str], Any]] = {
     "persistence_mode": lambda n, g, value: n.nvmlDeviceSetPersistenceMode(g, int(value == "on")),
     "power_limit": lambda n, g, value: n.nvmlDeviceSetPowerManagementLimit(g, int(value)),
+    "application_clock": lambda n, g: [
+        int(n.nvmlDeviceGetApplicationsClock(g, n.NVML_CLOCK_SM)),
+        int(n.nvmlDeviceGetDefaultApplicationsClock(g, n.NVML_CLOCK_SM)),
+    ],
     "compute_mode": lambda n, g, value: n.nvmlDeviceSetComputeMode(g, COMPUTE_MODES.index(value)),
     "locked_clocks": set_clocks,
 }

@@ -285,6 +285,8 @@ GETTER(nvmlDeviceGetMaxPcieLinkWidth, "link_width_max")
 CLOCK_GETTER(nvmlDeviceGetTemperature, "temperature")
 CLOCK_GETTER(nvmlDeviceGetClockInfo, "sm_clock")
 CLOCK_GETTER(nvmlDeviceGetMaxClockInfo, "sm_clock_max")
+CLOCK_GETTER(nvmlDeviceGetApplicationsClock, "app_clock")
+CLOCK_GETTER(nvmlDeviceGetDefaultApplicationsClock, "app_clock_default")
 
 int nvmlDeviceGetPowerManagementLimitConstraints(Device d, uint *low, uint *high)
 {

@@ -1,0 +1,66 @@
+"""What a check of the host can say: a finding, or that it could not look. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Severity(StrEnum):
+    """ERROR: training fails or is wrong. WARNING: it is slower than it need be, or at risk. NOTICE: worth knowing."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTICE = "notice"
+
+
+class Action(StrEnum):
+    """Who acts on a finding. AUTO: torchtuned's policy can, and give it back. JOB: while a job runs.
+
+    ASK: a person decides, and `fix` is the command. TELL: nothing to run; `fix` says what to look at.
+    """
+
+    AUTO = "AUTO"
+    JOB = "JOB"
+    ASK = "ASK"
+    TELL = "TELL"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One fault of one thing. `title` names it, `evidence` is what was seen (values, addresses), `cost` what it does
+    to training, `fix` the way out, `source` where the rule comes from."""
+
+    code: str
+    severity: Severity
+    action: Action
+    title: str
+    evidence: str
+    cost: str
+    fix: str
+    source: str
+
+    def document(self) -> dict[str, str]:
+        """As `torchtuned check --json` and D-Bus have it; `action` is called "class" there."""
+        return {
+            "code": self.code,
+            "severity": str(self.severity),
+            "class": str(self.action),
+            "title": self.title,
+            "evidence": self.evidence,
+            "cost": self.cost,
+            "fix": self.fix,
+            "source": self.source,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unchecked:
+    """A check that could not look, fully or at one thing, and why. It is not "fine"."""
+
+    code: str
+    because: str
+
+    def document(self) -> dict[str, str]:
+        """As `torchtuned check --json` and D-Bus have it."""
+        return {"code": self.code, "because": self.because}
