@@ -16,6 +16,8 @@ from torchtuned.errors import HostError
 from torchtuned.host import Host
 
 _WHAT = ("cpus", "mems")
+# ID, parent, device, root, mount point, options, optional fields, "-", type, source, super options
+_MOUNTINFO = re.compile(r"^\d+ \d+ \S+ (\S+) (\S+) .*? - (cgroup2?|cpuset) \S+ (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +63,17 @@ def cpuset_of_folder(host: Host) -> tuple[CpuSet | None, CpuSet | None]:
 
 def _status(host: Host, process: str) -> dict[str, CpuSet]:
     status = _text(host, f"{process}/status")
-    found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):\s*(\S*)", status, re.MULTILINE)
+    found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):[ \t]*([0-9,-]*)$", status, re.MULTILINE)
     return {key: parse_list(value) for key, value in found}
 
 
 def _mounts(host: Host) -> list[_Mount]:
     """The cgroup hierarchies. mountinfo also tells which part of one is mounted, which matters in containers."""
-    lines = _text(host, "/proc/self/mountinfo").splitlines()
-    if mounts := [_mount(*line.split(" - ")) for line in lines if " - cgroup" in line]:
-        return mounts
+    found = _MOUNTINFO.findall(_text(host, "/proc/self/mountinfo"))
+    if found:
+        return [
+            _Mount(kind, _octal(point), _octal(root), frozenset(opts.split(","))) for root, point, kind, opts in found
+        ]
     entries = [line.split() for line in _text(host, "/proc/mounts").splitlines()]
     mounts = [
         _Mount(words[2], _octal(words[1]), "/", frozenset(words[3].split(",")))
@@ -79,11 +83,6 @@ def _mounts(host: Host) -> list[_Mount]:
     return mounts or [_Mount("cgroup2", "/sys/fs/cgroup", "/", frozenset())]
 
 
-def _mount(before: str, after: str) -> _Mount:
-    left, right = before.split(), after.split()
-    return _Mount(right[0], _octal(left[4]), _octal(left[3]), frozenset(right[2].split(",")))
-
-
 def _octal(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
@@ -91,8 +90,7 @@ def _octal(text: str) -> str:
 def _places(host: Host, process: str) -> dict[str, str]:
     """The process's place by controller; "" is the v2 hierarchy."""
     places: dict[str, str] = {}
-    for line in _text(host, f"{process}/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+    for controllers, path in re.findall(r"^\d+:([^:]*):(/.*)$", _text(host, f"{process}/cgroup"), re.MULTILINE):
         places.update(dict.fromkeys(controllers.split(","), path))
     if "cpuset" not in places and (place := _text(host, f"{process}/cpuset")):
         places["cpuset"] = place

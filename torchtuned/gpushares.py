@@ -17,6 +17,8 @@ from torchtuned.dealing import Piece, by_node, cpus_of, deal, deal_or_share, gro
 from torchtuned.space import Space
 from torchtuned.topology import Gpu
 
+FEWER = "there are fewer cores than GPUs, so some ranks share a core"
+
 
 @dataclass
 class Share:
@@ -44,7 +46,7 @@ def gpu_shares(space: Space, gpus: Sequence[Gpu]) -> list[Share]:
     """One share for each GPU, in the same order. Busy, Unplaceable."""
     if space.request.policy == "exclusive" or space.request.cpus is not None:
         return _exclusive(space, gpus)
-    stranded = [gpu for gpu in gpus if not _pool(space, gpu)]
+    stranded = [gpu for gpu in gpus if not space.near(gpu.local_cpus)]
     instead = dict(zip((gpu.address for gpu in stranded), _exclusive(space, stranded), strict=True))
     return [instead[gpu.address] if gpu in stranded else _whole(space, gpu) for gpu in gpus]
 
@@ -56,12 +58,11 @@ def _exclusive(space: Space, gpus: Sequence[Gpu]) -> list[Share]:
         Share(space.take(space.free(plan.home)[: plan.size]), [reason])
         for plan, reason in zip(plans, reasons, strict=True)
     ]
-    for i, (plan, share) in enumerate(zip(plans, shares, strict=True)):
-        if plan.size:
-            _fill(space, plan, share)
-        else:  # fewer cores were asked for than there are GPUs
-            share.cores = shares[i - 1].cores
-            space.warn("there are fewer cores than GPUs, so some ranks share a core")
+    _fill(space, [(plan, share) for plan, share in zip(plans, shares, strict=True) if plan.size])
+    for i, plan in enumerate(plans):
+        if not plan.size:  # fewer cores were asked for than there are GPUs
+            shares[i].cores = shares[i - 1].cores
+            space.warn(FEWER)
     return shares
 
 
@@ -69,7 +70,7 @@ def _plans(space: Space, gpus: Sequence[Gpu]) -> tuple[list[_Plan], list[str]]:
     free = space.free(space.cores)
     kind, number = space.counted(free)
     homes, fair = _homes(space, gpus)
-    pools = [_pool(space, gpu) for gpu in gpus]
+    pools = [space.near(gpu.local_cpus) for gpu in gpus]
     sizes = [len(homes[gpu.address]) for gpu in gpus]
     reasons = [_home_reason(space, gpu, homes[gpu.address], fair=fair) for gpu in gpus]
     if kind == "node":
@@ -90,31 +91,40 @@ def _plans(space: Space, gpus: Sequence[Gpu]) -> tuple[list[_Plan], list[str]]:
     return plans, reasons
 
 
-def _fill(space: Space, plan: _Plan, share: Share) -> None:
-    """Make up for home cores that others hold: near ones, then far ones, then sharing."""
-    whose = f"GPU {plan.gpu.address}: "
-    if missing := plan.size - len(share.cores):
-        share.cores += space.take(pick(space.free(plan.pool), missing))
-    if len(share.cores) < plan.size and (plan.far or not share.cores):
+def _fill(space: Space, pairs: Sequence[tuple[_Plan, Share]]) -> None:
+    """Make up for home cores that others hold: with near ones, then far ones, each time fairly, then by sharing."""
+    short = [(plan, share) for plan, share in pairs if len(share.cores) < plan.size]
+    for i, (plan, share) in enumerate(short):
+        mates = sum(1 for other, _ in short[i:] if other.gpu.local_cpus == plan.gpu.local_cpus)
+        free = space.free(plan.pool)
+        share.cores += space.take(pick(free, min(plan.size - len(share.cores), -(-len(free) // mates))))
+    short = [(plan, share) for plan, share in short if len(share.cores) < plan.size]
+    far = [(plan, share) for plan, share in short if plan.far or not share.cores]
+    for i, (plan, share) in enumerate(far):
         node = plan.pool[0].node if plan.pool else -1 if plan.gpu.numa_node is None else plan.gpu.numa_node
-        more = near(space.free(space.cores), space.machine, node)[: plan.size - len(share.cores)]
+        free = space.free(space.cores)
+        part = min(plan.size - len(share.cores), -(-len(free) // (len(far) - i)))
+        more = space.take(near(free, space.machine, node)[:part])
+        share.cores += more
         if more and plan.pool and not plan.far:
-            space.warn(f"{whose}no core near it is free, so it gets CPUs {format_list(cpus_of(more))} far from it")
-        share.cores += space.take(more)
+            cpus = format_list(cpus_of(more))
+            space.warn(f"GPU {plan.gpu.address}: no core near it is free, so it gets CPUs {cpus} far from it")
+    for plan, share in short:
+        _settle(space, plan, share)
+
+
+def _settle(space: Space, plan: _Plan, share: Share) -> None:
+    """What is left to do when there are not enough free cores: say so, or share."""
+    whose = f"GPU {plan.gpu.address}: "
     if share.cores:
         if len(share.cores) < plan.size:
             space.short(len(share.cores), plan.size, whose)
         return
     share.cores = plan.home or plan.pool
     if all(piece.first in space.taken for piece in share.cores):
-        space.warn("there are fewer cores than GPUs, so some ranks share a core")
+        space.warn(FEWER)
     else:
         space.share(share.cores, whose)
-
-
-def _pool(space: Space, gpu: Gpu) -> list[Piece]:
-    """The usable cores near a GPU."""
-    return [piece for piece in space.cores if piece.first in gpu.local_cpus]
 
 
 def _homes(space: Space, gpus: Sequence[Gpu]) -> tuple[dict[str, list[Piece]], bool]:
@@ -129,7 +139,7 @@ def _homes(space: Space, gpus: Sequence[Gpu]) -> tuple[dict[str, list[Piece]], b
     for gpu in everyone:
         mates.setdefault(gpu.local_cpus, []).append(gpu)
     for local in sorted(mates, key=lambda cpus: (len(cpus), min(cpus, default=-1))):
-        near_by = [piece for piece in space.cores if piece.first in local and piece.first not in given]
+        near_by = [piece for piece in space.near(local) if piece.first not in given]
         given |= {piece.first for piece in near_by}
         shares = deal(near_by, len(mates[local]))
         homes |= {gpu.address: share for gpu, share in zip(mates[local], shares, strict=True)}
@@ -149,12 +159,12 @@ def _home_reason(space: Space, gpu: Gpu, home: Sequence[Piece], *, fair: bool) -
         return f"{len(home)} of all {len(space.cores)} cores, a part for each of {len(space.machine.gpus)} GPUs"
     mates = sum(1 for other in space.machine.gpus if other.local_cpus == gpu.local_cpus)
     parted = "" if mates == 1 else f", divided among {mates} GPUs"
-    return f"{len(home)} of the {len(_pool(space, gpu))} cores there{parted}"
+    return f"{len(home)} of the {len(space.near(gpu.local_cpus))} cores there{parted}"
 
 
 def _whole(space: Space, gpu: Gpu) -> Share:
     """node, socket and core-complex: torch's sets, less what other jobs hold. Ranks of one job may meet in them."""
-    policy, local = space.request.policy, _pool(space, gpu)
+    policy, local = space.request.policy, space.near(gpu.local_cpus)
     if policy == "socket":
         wish = _socket(space, local)
     elif policy == "core-complex":
@@ -164,15 +174,16 @@ def _whole(space: Space, gpu: Gpu) -> Share:
     free = [piece for piece in wish if piece.free]
     share = Share(free, [f"{len(free) or 'no'} free cores of its {policy}"])
     if not free:
-        _fill(space, _Plan(gpu, wish, local, len(wish), far=False), share)
+        _fill(space, [(_Plan(gpu, wish, local, len(wish), far=False), share)])
     space.take(share.cores)
     return share
 
 
 def _socket(space: Space, local: Sequence[Piece]) -> list[Piece]:
-    """Every node whose lowest usable CPU is in the package of the lowest usable CPU near the GPU, as torch does it."""
-    package = next((cpus for cpus in space.machine.packages if local[0].first in cpus), frozenset())
+    """Every node whose lowest usable CPU is in the package of the lowest usable CPU of the GPU's node, as in torch."""
     nodes = group(space.cores, lambda piece: piece.node)
+    home = next(node for node in nodes if node[0].node == local[0].node)
+    package = next(cpus for cpus in space.machine.packages if home[0].first in cpus)
     return [piece for node in nodes if node[0].first in package for piece in node]
 
 

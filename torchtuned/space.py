@@ -29,6 +29,7 @@ class Space:
     shared: bool
     taken: set[int] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
+    _near: dict[CpuSet, list[Piece]] = field(default_factory=dict)
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -36,6 +37,12 @@ class Space:
 
     def free(self, cores: Iterable[Piece]) -> list[Piece]:
         return [piece for piece in cores if piece.free and piece.first not in self.taken]
+
+    def near(self, local: CpuSet) -> list[Piece]:
+        """The usable cores among a GPU's local CPUs."""
+        if local not in self._near:
+            self._near[local] = [piece for piece in self.cores if piece.first in local]
+        return self._near[local]
 
     def take(self, cores: Iterable[Piece]) -> list[Piece]:
         chosen = list(cores)

@@ -82,11 +82,6 @@ class Topology:
     gpus: tuple[Gpu, ...] = ()
 
     @cached_property
-    def core_of(self) -> Mapping[int, Core]:
-        """The core of each online CPU."""
-        return {cpu: core for core in self.cores for cpu in core.cpus}
-
-    @cached_property
     def node_of(self) -> Mapping[int, int]:
         """The node id of each CPU that has one; the lowest where nodes overlap."""
         return {cpu: node.id for node in reversed(self.nodes) for cpu in node.cpus}
