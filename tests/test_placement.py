@@ -628,7 +628,7 @@ def test_more_gpus_than_cores(tmp_path: Path) -> None:
     found = read(tmp_path, machine(cores=["0", "1"], gpus=on_nodes(0, 0, 0, 0)))
     grant = place(found, [], all_gpus(found))
     assert by_rank(grant) == ["0", "0", "1", "1"]
-    assert "there are fewer cores than GPUs, so some ranks share a core" in grant.warnings
+    assert "there are fewer cores than ranks, so some ranks share a core" in grant.warnings
     assert not grant.shared
 
 
@@ -656,6 +656,8 @@ def test_policies_for_ranks_without_gpus(tmp_path: Path) -> None:
     halves = ["0-63,128-191", "64-127,192-255"]
     assert by_rank(place(found, [], Request(gpus=(), ranks=2, policy="socket"))) == halves
     assert by_rank(place(found, [], Request(gpus=(), ranks=1, policy="node"))) == ["0-15,128-143"]
+    alone = place(found, [], Request(gpus=(), ranks=3, cpus="2"))
+    assert alone.warnings == ("there are fewer cores than ranks, so some ranks share a core",)
     crowd: Sequence[str] = by_rank(place(found, [], Request(gpus=(), ranks=4, policy="socket")))
     assert crowd == [halves[0], halves[0], halves[1], halves[1]]
 

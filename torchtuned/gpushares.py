@@ -17,8 +17,6 @@ from torchtuned.dealing import Piece, by_node, cpus_of, deal, deal_or_share, gro
 from torchtuned.space import Space
 from torchtuned.topology import Gpu
 
-FEWER = "there are fewer cores than GPUs, so some ranks share a core"
-
 
 @dataclass
 class Share:
@@ -62,7 +60,6 @@ def _exclusive(space: Space, gpus: Sequence[Gpu]) -> list[Share]:
     for i, plan in enumerate(plans):
         if not plan.size:  # fewer cores were asked for than there are GPUs
             shares[i].cores = shares[i - 1].cores
-            space.warn(FEWER)
     return shares
 
 
@@ -121,9 +118,7 @@ def _settle(space: Space, plan: _Plan, share: Share) -> None:
             space.short(len(share.cores), plan.size, whose)
         return
     share.cores = plan.home or plan.pool
-    if all(piece.first in space.taken for piece in share.cores):
-        space.warn(FEWER)
-    else:
+    if not all(piece.first in space.taken for piece in share.cores):  # else it is this job itself that has them
         space.share(share.cores, whose)
 
 

@@ -91,8 +91,6 @@ def _gpu_ranks(space: Space, wanted: Wanted) -> list[Rank]:
             reasons.append(f"{mates} ranks divide the share of this GPU")
             if space.request.policy == "exclusive":
                 parts = deal_or_share(share.cores, mates)
-                if len(share.cores) < mates:
-                    space.warn("there are fewer cores than ranks, so some ranks share a core")
         found += [(Share(part, reasons), gpu) for part in parts]
     return _ranks(space, found, named=wanted.named)
 
@@ -139,6 +137,8 @@ def _ranks(space: Space, shares: Sequence[tuple[Share, Gpu | None]], *, named: b
     for share, _ in shares:
         for piece in share.cores:
             users[piece.first] = users.get(piece.first, 0) + 1
+    if space.request.policy == "exclusive" and any(count > 1 for count in users.values()):
+        space.warn("there are fewer cores than ranks, so some ranks share a core")
     quota = space.request.cpu_max
     ranks = []
     for i, (share, gpu) in enumerate(shares):
