@@ -56,7 +56,8 @@ class Puppet:
     async def register(self, pid: int, request: str) -> Any:
         pidfd = os.pidfd_open(pid)
         try:
-            return await (await self.bus()).call("org.torchtuned1", ROOT, MANAGER, "Register", "hs", [0, request], fds=[pidfd])
+            bus = await self.bus()
+            return await bus.call("org.torchtuned1", ROOT, MANAGER, "Register", "hs", [0, request], fds=[pidfd])
         finally:
             os.close(pidfd)
 

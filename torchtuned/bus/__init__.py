@@ -3,8 +3,8 @@
 dbus_next 0.2.3 is used for what it does well (the wire) and kept from what it does badly. Its high-level service
 objects hide the sender, leak descriptors of calls they do not know and send tracebacks to callers; its `call()` waits
 for ever. So everything here goes through messages: calls have a deadline, every incoming descriptor has one owner,
-signals count only when they come from the service that owns the name (anybody may send us one), and a caller sees
-an error name and a sentence, never a traceback.
+signals count only when they come from the service that owns the name (anybody may send us one), and a caller sees an
+error name and a sentence, never a traceback.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dbus_next.aio.message_bus import MessageBus
-from dbus_next.constants import BusType, MessageFlag, MessageType, NameFlag, RequestNameReply
+from dbus_next.constants import MessageFlag, MessageType, NameFlag, RequestNameReply
 from dbus_next.message import Message
-from dbus_next.signature import SignatureTree, Variant
+from dbus_next.signature import Variant
 
+from torchtuned.bus.wire import MAX_ARRAY, Connection, has_oversize, limit_signatures
 from torchtuned.errors import DaemonUnreachable, Failed, TorchtunedError
 
 __all__ = ["Answer", "Bus", "Call", "CallFailed", "Rejected", "Variant"]
@@ -32,11 +32,8 @@ DBUS = "org.freedesktop.DBus"
 DBUS_PATH = "/org/freedesktop/DBus"
 DEADLINE_S = 10.0
 ERRORS = "org.torchtuned1.Error."
-MAX_ARRAY = 256 * 1024  # bytes; nothing we accept is larger, and unpacking 32 MiB of "as" takes seconds
 MAX_CALLS = 64  # calls of one connection that may be in progress
 MAX_ERROR = 4096  # characters of an error's text
-MAX_SIGNATURES = 1024
-HEADER_FIELDS = 12  # where in a message the array of header fields starts
 
 Answer = tuple[str, list[Any]]  # signature, body
 Handler = Callable[["Call"], "Answer | Awaitable[Answer]"]
@@ -92,42 +89,10 @@ class Call:
         self.fds.clear()
 
 
-class Oversize(list[Any]):
-    """Stands for an array that was too long to unpack."""
-
-
-class OversizeDict(dict[Any, Any]):
-    """The same for an array of dictionary entries."""
-
-
-class _Bus(MessageBus):
-    """A MessageBus that leaves arrays above MAX_ARRAY packed: one caller must not stop the loop for all."""
-
-    def _create_unmarshaller(self) -> Any:
-        unmarshaller: Any = super()._create_unmarshaller()  # type: ignore[no-untyped-call]
-        read_array = unmarshaller.read_array
-
-        def bounded(type_: Any) -> Any:
-            header = unmarshaller.offset == HEADER_FIELDS
-            unmarshaller.align(4)
-            length = unmarshaller.read_uint32()
-            token = type_.children[0].token
-            if length <= MAX_ARRAY or token == "y" or header:
-                unmarshaller.offset -= 4
-                return read_array(type_)
-            if token in "xtd{(":
-                unmarshaller.align(8)
-            unmarshaller.read(length)
-            return OversizeDict() if token == "{" else Oversize()
-
-        unmarshaller.readers["a"] = bounded
-        return unmarshaller
-
-
 class Bus:
     """One connection. Made by `connect`, ended by `close`; `closed()` tells when and why it ended by itself."""
 
-    def __init__(self, bus: _Bus) -> None:
+    def __init__(self, bus: Connection) -> None:
         self._bus = bus
         self._pending: dict[int, asyncio.Future[Message]] = {}
         self._owners: dict[str, str] = {}
@@ -145,14 +110,14 @@ class Bus:
     async def connect(cls, address: str | None = None) -> Bus:
         """Join the system bus (DBUS_SYSTEM_BUS_ADDRESS is honoured), or the one at `address`. DaemonUnreachable."""
         try:
-            bus = _Bus(address or "", bus_type=BusType.SYSTEM, negotiate_unix_fd=True)
+            bus = Connection(address or "")
         except Exception as e:
             raise DaemonUnreachable(f"cannot reach the message bus: {e}", hint="is dbus.service running?") from e
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await bus.connect()
         except Exception as e:
-            _close_socket(bus)
+            bus.close()
             raise DaemonUnreachable(f"the message bus refused us: {e or type(e).__name__}") from e
         return cls(bus)
 
@@ -299,7 +264,7 @@ class Bus:
             self._bus.disconnect()  # type: ignore[no-untyped-call]
         with contextlib.suppress(Exception):
             await self._gone
-        _close_socket(self._bus)
+        self._bus.close()
 
     def _disconnected(self, gone: asyncio.Future[None]) -> None:
         if not gone.cancelled():
@@ -316,8 +281,7 @@ class Bus:
         sent.add_done_callback(lambda f: f.cancelled() or f.exception())  # a lost bus is reported by closed()
 
     def _receive(self, message: Message) -> bool:
-        if len(SignatureTree._cache) > MAX_SIGNATURES:  # dbus_next keeps every signature anybody ever sent
-            SignatureTree._cache.clear()
+        limit_signatures()
         kind = message.message_type
         if kind is MessageType.METHOD_CALL:
             self._incoming(message)
@@ -353,7 +317,7 @@ class Bus:
         try:
             if self._handler is None:
                 raise Rejected("UnknownMethod", "nothing is offered here")
-            if _has_oversize(call.body):
+            if has_oversize(call.body):
                 raise Rejected("LimitsExceeded", f"an argument is longer than {MAX_ARRAY} bytes")
             answer = self._handler(call)
             if isinstance(answer, tuple):
@@ -424,22 +388,6 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def _has_oversize(value: Any) -> bool:
-    if isinstance(value, Variant):
-        return _has_oversize(value.value)
-    if isinstance(value, Oversize | OversizeDict):
-        return True
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(_has_oversize(item) for item in items)
-
-
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
-
-
-def _close_socket(bus: _Bus) -> None:
-    """dbus_next shuts its socket down but never closes it."""
-    with contextlib.suppress(OSError):
-        bus._stream.close()
-    bus._sock.close()
