@@ -163,7 +163,7 @@ def parser(command: Command) -> Parser:
 
 def overview() -> str:
     """What `torchtuned --help` prints: one line a command, at most one screen of 80 by 24."""
-    lines = [f"usage: {PROGRAM} COMMAND [OPTION...]     more about one: {PROGRAM} COMMAND --help"]
+    lines = [f"usage: {PROGRAM} COMMAND [OPTION...]    more on one: {PROGRAM} COMMAND --help"]
     lines += [f"  {command.name:<11}{command.summary}" for command in COMMANDS]
     lines += [f"Start training with torchtuned-run. Manual: man {PROGRAM}. Version {__version__}."]
     return "\n".join(lines) + "\n"
@@ -171,6 +171,8 @@ def overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Nothing gets past here but SystemExit of --help and usage errors."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):
         _never_fail_to_encode(stream)
     try:

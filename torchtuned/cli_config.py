@@ -248,8 +248,10 @@ def why(args: argparse.Namespace) -> int:
 
 
 def means(text: str, knob: str) -> bool:
-    """Whether a person who types this means that knob: its name, a pattern, or either without the family."""
-    return any(fnmatchcase(name, text) for name in (knob, knob.partition("/")[2])) or knob.endswith(f"/{text}")
+    """Whether a person who types this means that knob: its name or last words, or a pattern, with or without family."""
+    return any(fnmatchcase(name, text) for name in (knob, knob.partition("/")[2])) or knob.endswith(
+        (f"/{text}", f".{text}")
+    )
 
 
 def _nearest(text: str, knobs: Sequence[render.Row]) -> str:

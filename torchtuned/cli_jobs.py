@@ -84,9 +84,9 @@ def _print_jobs(found: Sequence[Properties]) -> None:
             )
         )
     render.table(("Job", "User", "Command", "State", "CPUs", "GPUs", "Held by", "Since"), rows, styles=("bold",))
-    for job in found:
-        for warning in _texts(job.get("warnings")):
-            print(f"  job {job.get('id')}: {warning}")
+    warnings = [(f"job {job.get('id')}", text) for job in found for text in _texts(job.get("warnings"))]
+    if warnings:
+        render.facts("", warnings)
 
 
 def _processes(host: Host, job: Properties) -> list[dict[str, object]]:

@@ -99,7 +99,7 @@ def place(args: argparse.Namespace) -> int:
     host = host_of(args)
     found = _discover(host)
     limit = _number("--cpu-max", args.cpu_max, least=1)
-    if limit is None and host.real:
+    if limit is None:
         limit = discover.limits(host, os.getpid()).cpu_max
     request = Request(
         gpus=_gpus(args.gpus, found),
@@ -108,6 +108,7 @@ def place(args: argparse.Namespace) -> int:
         cpus=args.cpus,
         affinity=_list("--affinity", args.affinity),
         cpu_max=limit,
+        insist=args.gpus is not None,
     )
     grant = place_job(found, _in_force(args.in_force), request)
     if args.json:
@@ -132,12 +133,10 @@ def print_grant(grant: Grant) -> None:
         ],
         styles=("bold",),
     )
-    for reason in _once(reason for rank in grant.ranks for reason in rank.reasons):
-        print(f"  because: {reason}")
-    for reason in grant.reasons:
-        print(f"  because: {reason}")
-    for warning in grant.warnings:
-        print(f"  warning: {warning}")
+    reasons = _once([*(reason for rank in grant.ranks for reason in rank.reasons), *grant.reasons])
+    texts = [("because", reason) for reason in reasons] + [("warning", warning) for warning in grant.warnings]
+    if texts:
+        render.facts("", texts)
 
 
 def _once(texts: Iterable[str]) -> list[str]:
@@ -164,7 +163,7 @@ def _list(option: str, text: str | None) -> CpuSet | None:
 def _gpus(text: str | None, found: Topology) -> tuple[str, ...] | int:
     """All in PCI order when nothing is said; a number stays a number, for placement to choose."""
     if text is None:
-        return tuple(sorted(gpu.address for gpu in found.gpus))
+        return tuple(gpu.address for gpu in found.gpus)
     if text == "none":
         return ()
     if text.isascii() and text.isdigit():

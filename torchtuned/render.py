@@ -109,7 +109,7 @@ def gather(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print what is known of one thing: a word, and beside it the text, folded."""
+    """Print what is known of one thing, under its name if it has one: a word, and beside it the text, folded."""
     from rich.table import Table
     from rich.text import Text
 
@@ -119,7 +119,8 @@ def facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
     for word, text in rows:
         grid.add_row(Text("  " + word), Text(text))
     out = console()
-    out.print(Text(title, style="bold"))
+    if title:
+        out.print(Text(title, style="bold"))
     out.print(grid)
 
 

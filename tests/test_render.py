@@ -1,0 +1,79 @@
+"""Tables: alike rows as one, long cells whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtuned import render
+
+
+def row(knob: str, **values: str) -> render.Row:
+    usual = {"current": "a", "wanted": "b", "outcome": "kept", "reason": "", "source": ""}
+    return {"knob": knob, **usual, **values}
+
+
+def names(*rows: render.Row) -> list[str]:
+    return [name for name, _ in render.gather(rows)]
+
+
+def test_alike_knobs_are_one_row() -> None:
+    rows = [row(f"cpu/policy{cpu}/governor") for cpu in (0, 1, 2, 5)]
+    assert names(*rows) == ["cpu/policy0-2,5/governor"]
+
+
+def test_a_knob_that_differs_stands_alone() -> None:
+    rows = [row(f"cpu/policy{cpu}/governor", current="x" if cpu == 1 else "a") for cpu in range(4)]
+    assert names(*rows) == ["cpu/policy0,2-3/governor", "cpu/policy1/governor"]
+
+
+def test_gpus_are_counted() -> None:
+    rows = [row(f"gpu/0000:{bus}:00.0/persistence_mode") for bus in ("01", "41")]
+    assert names(*rows) == ["gpu/*/persistence_mode (2 of them)"]
+
+
+def test_names_with_numbers_of_their_own_are_left() -> None:
+    assert names(row("sysctl/net.ipv4.tcp_rmem"), row("block/nvme0n1/scheduler")) == [
+        "sysctl/net.ipv4.tcp_rmem",
+        "block/nvme0n1/scheduler",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "folded"),
+    [
+        ("short", "short"),
+        ("performance|schedutil", "performance|\nschedutil"),
+        ("set by /etc/sysctl.d/99-mine.conf:1", "set by /etc/\nsysctl.d/\n99-mine.\nconf:1"),
+        ("abcdefghijklmnopq", "abcdefghijklmnopq"),
+    ],
+)
+def test_folding_breaks_after_signs(text: str, folded: str) -> None:
+    assert render.fold(text, 12) == folded
+    assert folded.replace("\n", "").replace(" ", "") == text.replace(" ", "")
+
+
+def test_a_plan_fits_80_columns_and_keeps_every_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    rows = [
+        row(
+            "sysctl/vm.swappiness",
+            outcome="foreign",
+            reason="set by the administrator",
+            source="/etc/sysctl.d/9.conf:1",
+        ),
+        row("cpu/policy0/energy_performance_preference", current="balance_performance", wanted="performance|power"),
+        row(
+            "memory/transparent_hugepage_defrag", current="defer+madvise", wanted="always", reason="[bold]as is[/bold]"
+        ),
+        row("cpu/*/boost", current="", outcome="unsupported"),
+    ]
+    render.plan(rows)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    flat = "".join(out.split())
+    for text in ("/etc/sysctl.", "balance_", "defer+madvise", "[bold]", "notonthismachine:cpu/*/boost"):
+        assert text in flat
+    assert "\x1b" not in out
