@@ -597,6 +597,19 @@ def test_leases(tmp_path: Path) -> None:
     assert place(found, [held("0", second)], Request(gpus=3)).gpus == (first, third, fourth)
 
 
+def test_gpus_that_are_only_a_default(tmp_path: Path) -> None:
+    """`place` without --gpus means all of them, as far as they are free."""
+    found = read(tmp_path, machine_a())
+    first, *others = gpu_addresses(4)
+    one = place(found, [], Request(gpus=(first,)))
+    rest = place(found, [one], all_gpus(found, insist=False))
+    assert rest.gpus == tuple(others)
+    assert rest.warnings == ("GPU 0000:10:00.0: another job has it, so it is left out",)
+    again = place(found, [one, rest], all_gpus(found, insist=False))
+    assert (again.shared, by_rank(again)) == (True, A_EXCLUSIVE)
+    assert "so it is shared" in again.warnings[0]
+
+
 def test_a_number_chooses_among_the_visible(tmp_path: Path) -> None:
     found = read(tmp_path, machine_a())
     grant = place(found, [], Request(gpus=1, cuda_visible_devices="2,3"))

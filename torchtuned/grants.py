@@ -18,7 +18,9 @@ class Request:
 
     `gpus`: PCI addresses or UUIDs; a number of free ones; () for none; None when the command line does not say, and
     then the two CUDA variables may. `cpus`: "N", "N%", "node" or "all". `affinity` and `cpu_max` (whole CPUs) are the
-    caller's own limits, None for none. `command`, `confine` and `wait` (seconds, 0 for ever) travel along for others.
+    caller's own limits, None for none. Without `insist` the named GPUs are only a default: those that other jobs have
+    are left out, or shared when there are no others. `command`, `confine` and `wait` (seconds, 0 for ever) travel
+    along for others.
     """
 
     gpus: tuple[str, ...] | int | None = None
@@ -31,6 +33,7 @@ class Request:
     memory: str = "local"
     affinity: CpuSet | None = None
     cpu_max: int | None = None
+    insist: bool = True
     command: tuple[str, ...] = ()
     confine: str | None = None
     wait: float | None = None

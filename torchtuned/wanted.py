@@ -36,7 +36,7 @@ def wanted_gpus(machine: Topology, in_force: Sequence[Grant], request: Request) 
     nvidia = [gpu for gpu in here if gpu.vendor == cuda.NVIDIA]
     here = nvidia or here
     if isinstance(request.gpus, tuple):
-        return _named(machine, leased, request)
+        return _named(machine, leased, request, request.gpus)
     meant: cuda.Meaning | None = None
     if request.cuda_visible_devices is not None:
         meant = cuda.meaning(request.cuda_visible_devices, request.cuda_device_order, machine.gpus)
@@ -61,10 +61,9 @@ def _unknown(gpus: Sequence[Gpu]) -> str:
     return f"nothing tells which CPUs are near GPU {', '.join(lost)}" if lost else ""
 
 
-def _named(machine: Topology, leased: set[str], request: Request) -> Wanted:
-    assert isinstance(request.gpus, tuple)
+def _named(machine: Topology, leased: set[str], request: Request, names: Sequence[str]) -> Wanted:
     gpus: list[Gpu] = []
-    for name in request.gpus:
+    for name in names:
         fits = [gpu for gpu in machine.gpus if name in (gpu.address, gpu.uuid)]
         if not fits:
             known = ", ".join(gpu.address for gpu in machine.gpus) or "none"
@@ -72,11 +71,20 @@ def _named(machine: Topology, leased: set[str], request: Request) -> Wanted:
         if fits[0] in gpus:
             raise InvalidRequest("named twice", where=f"GPU {name}")
         gpus.append(fits[0])
-    addresses = tuple(gpu.address for gpu in gpus)
-    busy = [address for address in addresses if address in leased]
-    if busy and not request.shared:
-        raise Busy("another job has it", where=f"GPU {', '.join(busy)}", hint="--wait, or --shared to share")
-    return Wanted(gpus=tuple(gpus), leased=addresses, chosen=bool(gpus), unbound=_unknown(gpus))
+    busy = ", ".join(gpu.address for gpu in gpus if gpu.address in leased)
+    notes: tuple[str, ...] = ()
+    if busy and request.insist and not request.shared:
+        raise Busy("another job has it", where=f"GPU {busy}", hint="wait with --wait, share with --shared")
+    if busy and not request.insist:
+        gpus = [gpu for gpu in gpus if gpu.address not in leased] or gpus
+        notes = (f"GPU {busy}: another job has it, so it is {'shared' if gpus[0].address in leased else 'left out'}",)
+    return Wanted(
+        gpus=tuple(gpus),
+        leased=tuple(gpu.address for gpu in gpus),
+        chosen=bool(gpus),
+        unbound=_unknown(gpus),
+        warnings=notes,
+    )
 
 
 def _visible(here: Sequence[Gpu], meant: cuda.Meaning | None) -> list[Gpu]:
