@@ -188,8 +188,23 @@ def test_a_failed_lock_is_not_noted(fake: FakeGpus) -> None:
     assert gpus.locked.get(A) == "unlocked"
     gpus.set(A, "locked_clocks", "1200")
     assert (fake.get(0, "locked"), gpus.locked.get(A), gpus.locked.get(B)) == ("1200,1200", "1200", "unlocked")
+    gpus.forget()
+    assert gpus.locked.get(A) == "1200"
     gpus.forget(A)
     assert gpus.locked.get(A) == "unlocked"
+
+
+def test_a_lock_ends_with_the_driver_that_has_it(fake: FakeGpus, restart: Callable[[], Engine]) -> None:
+    """The module was unloaded and loaded again: another folder in sysfs, though nobody told us."""
+    drivers = fake.root / "sys/bus/pci/drivers"
+    (drivers / "nvidia").mkdir(parents=True)
+    apply(restart(), "clocks_mhz = 1200")
+    assert apply(restart(), "clocks_mhz = 1200")[f"gpu/{A}/clocks_mhz"].reason == "set by torchtuned, was unlocked"
+    (drivers / "nvidia").rename(drivers / "gone")
+    (drivers / "nvidia").mkdir()
+    fake.gpu(0, locked="")
+    assert apply(restart(), "clocks_mhz = 1200", reassert=True)[f"gpu/{A}/clocks_mhz"].current == "1200"
+    assert fake.get(0, "locked") == "1200,1200"
 
 
 def test_locked_clocks_are_given_back_without_the_note(fake: FakeGpus, restart: Callable[[], Engine]) -> None:

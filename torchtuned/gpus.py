@@ -130,18 +130,21 @@ class Gpus:
         self._lock = threading.Lock()
         self._stuck: list[subprocess.Popen[bytes]] = []
         self._facts: dict[str, GpuFacts] = {}
-        self.locked = LockedClocks() if host.real else LockedClocks(host.root / "run/torchtuned/locked-clocks.json")
+        self.locked = LockedClocks(host)
 
     def addresses(self) -> tuple[str, ...]:
         """The PCI addresses of the NVIDIA GPUs here, in PCI order, whatever holds them."""
         return tuple(function.address for function in functions(self.host) if function.is_gpu)
 
     def forget(self, address: str | None = None) -> None:
-        """Drop what is kept about a GPU (all when None): its driver started anew, or it came or went."""
-        for known in self.addresses() if address is None else [address]:
-            with self._lock:
-                self._facts.pop(known, None)
-            self.locked.put(known, UNLOCKED)
+        """Drop what is kept about a GPU whose driver started anew or that came or went; facts of all when None."""
+        with self._lock:
+            if address is None:
+                self._facts.clear()
+            else:
+                self._facts.pop(address, None)
+        if address is not None:
+            self.locked.put(address, UNLOCKED)
 
     def facts(self, addresses: Sequence[str] | None = None) -> dict[str, GpuFacts]:
         """Name, UUID, near CPUs and MIG devices. GPUs that NVML could not be asked about are left out."""

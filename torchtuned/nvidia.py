@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from torchtuned.errors import HostError, Refused
 from torchtuned.host import Host
@@ -16,6 +15,7 @@ PCI = "/sys/bus/pci/devices"
 GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers; not NVSwitch (0x0680), not the card's audio (0x0403)
 PERSISTENCED = "/run/nvidia-persistenced"
 UNLOCKED = "unlocked"
+NOTE = "/run/torchtuned/locked-clocks.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,34 +70,47 @@ def persistenced(host: Host) -> int:
 
 
 class LockedClocks:
-    """Our note of the clocks that we locked, by PCI address: NVML sets them and no driver reads them back."""
+    """Our note of the clocks that we locked, by PCI address: NVML sets them and no driver reads them back.
 
-    def __init__(self, path: str | os.PathLike[str] = "/run/torchtuned/locked-clocks.json") -> None:
-        self.path = Path(path)
+    A lock ends with the driver that it was given to, so the note is good only for as long as the inodes of driver and
+    device in sysfs are the same. It lies in /run and ends with the boot.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._path = host.root / NOTE.lstrip("/")
 
     def get(self, address: str) -> str:
         """ "MHZ", "MHZ-MHZ" or "unlocked", as it was put. A note that cannot be read is none."""
-        return self._all().get(address, UNLOCKED)
+        clocks, token = self._all().get(address, (UNLOCKED, ""))
+        return clocks if token == self._token(address) else UNLOCKED
 
     def put(self, address: str, clocks: str) -> None:
         """Note what is locked now, "unlocked" for nothing. Refused when it cannot be noted."""
-        noted = self._all()
-        if noted.get(address, UNLOCKED) == clocks:
-            return
-        noted = {other: value for other, value in noted.items() if other != address}
+        before = self._all()
+        noted = {other: value for other, value in before.items() if other != address}
         if clocks != UNLOCKED:
-            noted[address] = clocks
-        fresh = self.path.with_suffix(".new")
+            noted[address] = (clocks, self._token(address))
+        if noted == before:
+            return
+        fresh = self._path.with_suffix(".new")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             fresh.write_text(json.dumps(noted), encoding="utf-8")
-            os.rename(fresh, self.path)
+            os.rename(fresh, self._path)
         except OSError as error:
-            raise Refused(f"cannot note the locked clocks: {error.strerror}", where=str(self.path)) from error
+            raise Refused(f"cannot note the locked clocks: {error.strerror}", where=NOTE) from error
 
-    def _all(self) -> dict[str, str]:
+    def _token(self, address: str) -> str:
+        token = []
+        for path in ("/sys/bus/pci/drivers/nvidia", f"{PCI}/{address}"):
+            with contextlib.suppress(HostError):
+                token.append(str(self._host.stat(path).st_ino))
+        return ".".join(token)
+
+    def _all(self) -> dict[str, tuple[str, str]]:
         try:
-            noted = json.loads(self.path.read_text(encoding="utf-8"))
-            return {str(address): str(clocks) for address, clocks in noted.items()}
-        except (OSError, ValueError, AttributeError):
+            noted = json.loads(self._path.read_text(encoding="utf-8"))
+            return {str(address): (str(clocks), str(token)) for address, (clocks, token) in noted.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
             return {}

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from systemd import journal  # type: ignore[attr-defined,import-not-found,import-untyped,unused-ignore]
 from torchtuned.checks.registry import Machine, Result, check
 from torchtuned.errors import Missing
 from torchtuned.findings import Action, Finding, Severity, Unchecked
@@ -130,6 +129,10 @@ def kernel_log(host: Host) -> Iterator[str]:
     if not host.real:
         yield from host.read(LOG).splitlines()
         return
+    try:  # seldom needed, and no part of this package that an upgrade could change meanwhile
+        from systemd import journal  # type: ignore[attr-defined,import-not-found,import-untyped,unused-ignore]
+    except ImportError:
+        raise Missing("python3-systemd is not installed, so the journal cannot be read", where="journal") from None
     with journal.Reader() as reader:
         reader.this_boot()
         reader.add_match(_TRANSPORT="kernel")
