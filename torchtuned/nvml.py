@@ -153,10 +153,6 @@ def set_clocks(nvml: Any, gpu: Any, value: str) -> None:
 KNOBS: dict[str, Callable[[Any, Any, str], Any]] = {
     "persistence_mode": lambda n, g, value: n.nvmlDeviceSetPersistenceMode(g, int(value == "on")),
     "power_limit": lambda n, g, value: n.nvmlDeviceSetPowerManagementLimit(g, int(value)),
-    "application_clock": lambda n, g: [
-        int(n.nvmlDeviceGetApplicationsClock(g, n.NVML_CLOCK_SM)),
-        int(n.nvmlDeviceGetDefaultApplicationsClock(g, n.NVML_CLOCK_SM)),
-    ],
     "compute_mode": lambda n, g, value: n.nvmlDeviceSetComputeMode(g, COMPUTE_MODES.index(value)),
     "locked_clocks": set_clocks,
 }
