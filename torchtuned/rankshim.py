@@ -91,11 +91,12 @@ def interpreter(environ: dict[str, str]) -> str:
 
 
 def original(environ: dict[str, str]) -> dict[str, str]:
-    """The variables as they came: under a C locale Python adds LC_CTYPE to its own."""
+    """The variables as they came: under a C locale Python sets its own LC_CTYPE."""
+    environ.pop("LC_CTYPE", None)
     with open("/proc/self/environ", "rb") as file:
-        came = file.read()
-    if b"\0LC_CTYPE=" not in b"\0" + came:
-        environ.pop("LC_CTYPE", None)
+        for entry in file.read().split(b"\0"):
+            if entry.startswith(b"LC_CTYPE="):
+                environ["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
     return environ
 
 

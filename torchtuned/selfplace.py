@@ -53,6 +53,8 @@ def place_self(
     request = replace(request_from_json(dict(wishes)), affinity=limits.affinity or None, cpu_max=limits.cpu_max)
     if per_gpu and machine.gpus:
         request = replace(request, ranks=len(machine.gpus))
+    if request.wait is not None and not request.shared:
+        rules = replace(rules, when_full="wait")
     wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
     deadline = None if not wait else time.monotonic() + wait
     held = _held_gpus(host, machine, request)
