@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("cuda", "dealing", "grants", "wanted", "space", "cpushares", "gpushares", "placement", "documents"),
         *("effects", "machine_map"),
     ),
-    "doors": ("host", "gpus", "nvidia", "ledger", "processes", "deadline", "trust"),
+    "doors": ("host", "gpus", "nvidia", "ledger", "processes", "deadline", "trust", "notify"),
     "readers": ("discover", "cpulimits", "pci", "scopes", "configfiles", "tunables.", "checks."),
     "engine": ("engine", "changes", "survey", "jobs"),
     "use cases": ("manager", "hostpolicy"),
@@ -100,10 +101,8 @@ def test_imports_go_down(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in modules() if within(name, LAYERS["pure"])])
 def test_pure_code_touches_nothing(name: str) -> None:
     assert not {path.split(".")[0] for path in imports(name)} & TOUCHY
-    calls = [
-        node.func.id for node in ast.walk(tree(name)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    assert not {"open", "print", "input", "eval", "exec"} & set(calls)
+    calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
+    assert not {"open", "print", "input", "eval", "exec"} & calls
 
 
 def test_one_package_speaks_to_the_bus_library() -> None:
@@ -146,7 +145,11 @@ def test_what_runs_in_a_user_s_python_needs_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in modules() if not within(name, (*LAYERS["doors"], *ALONE))])
 def test_only_the_doors_open_the_kernel_s_files(name: str) -> None:
-    """No call gets a path below /sys, /proc or /dev, except methods of Host."""
+    """No call gets a path below /sys, /proc or /dev, except methods of Host.
+
+    A process's own /proc/self is no part of the machine that a folder could stand for.
+    """
+    kernels = re.compile(r"/(sys|proc(?!/self/)|dev(?!/null$))/")
     found = []
     for node in ast.walk(tree(name)):
         if not isinstance(node, ast.Call):
@@ -157,6 +160,6 @@ def test_only_the_doors_open_the_kernel_s_files(name: str) -> None:
             first = first.values[0]
         path = first.value if isinstance(first, ast.Constant) else None
         opens = called in ("open", "Path", "Path.home") or called.split(".")[0] in ("os", "io", "pathlib", "shutil")
-        if opens and isinstance(path, str) and path.startswith(("/sys/", "/proc/", "/dev/")) and path != "/dev/null":
+        if opens and isinstance(path, str) and kernels.match(path):
             found.append(f"line {node.lineno}: {called}({path!r})")
     assert not found
