@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from systemd import daemon as sd  # type: ignore[attr-defined]
 from systemd import journal  # type: ignore[attr-defined]
 from torchtuned import __version__, discover
 from torchtuned.bus import Bus, CallFailed
@@ -36,6 +35,7 @@ from torchtuned.jobs import Jobs
 from torchtuned.ledger import Ledger
 from torchtuned.logind import Desktop
 from torchtuned.manager import Manager
+from torchtuned.notify import Notifier, kept
 from torchtuned.polkit import Polkit
 from torchtuned.systemd1 import Systemd
 from torchtuned.topology import Topology
@@ -45,19 +45,28 @@ log = logging.getLogger("torchtuned")
 
 INHIBITOR = "inhibitor"  # its name in systemd's FD store; other names there are those of knobs
 STATUS_S = 0.1
+IDLE_S = 1.0  # without a job until what is meant for jobs is given back
 
 
 class Daemon:
-    """One run of torchtunedd. `kept` are the descriptors that systemd kept for us, by name."""
+    """One run of torchtunedd. `held` are the descriptors that systemd kept for us, by name."""
 
-    def __init__(self, host: Host, bus: Bus, *, run_dir: Path, state_dir: Path, kept: dict[str, int]) -> None:
-        self.host, self.bus = host, bus
+    def __init__(
+        self, host: Host, bus: Bus, notifier: Notifier, *, run_dir: Path, state_dir: Path, held: dict[str, int]
+    ) -> None:
+        self.host, self.bus, self.notifier = host, bus, notifier
         self.gpus = Gpus(host)
         self.systemd = Systemd(bus)
         self.api = Api(bus, Polkit(bus))
-        self.desktop = Desktop(bus, kept=kept.pop(INHIBITOR, None), keep=partial(_keep, INHIBITOR))
-        self.engine = Engine(host, Ledger(run_dir / "ledger.json"), on_hold=_keep, on_release=_forget)
-        for knob, fd in kept.items():
+        self.desktop = Desktop(
+            bus,
+            kept=held.pop(INHIBITOR, None),
+            keep=partial(notifier.keep, INHIBITOR),
+            forget=partial(notifier.forget, INHIBITOR),
+        )
+        ledger = Ledger(run_dir / "ledger.json")
+        self.engine = Engine(host, ledger, on_hold=notifier.keep, on_release=notifier.forget)
+        for knob, fd in held.items():
             self.engine.adopt(knob, fd)
         choice = state_dir / "profile"
         self.policy = HostPolicy(
@@ -74,6 +83,7 @@ class Daemon:
         self._surveying = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._status: asyncio.TimerHandle | None = None
+        self._idle: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
@@ -89,7 +99,7 @@ class Daemon:
         await self.manager.adopt()
         self.api.serve()
         await self.bus.request_name(NAME)
-        sd.notify("READY=1")
+        self.notifier.send("READY=1")
         log.info("torchtunedd %s is on the bus", __version__)
         self._spawn(self._tune())
         lost = asyncio.ensure_future(self.bus.closed())
@@ -102,15 +112,16 @@ class Daemon:
             return 1
         lost.cancel()
         why = await self.systemd.own_job()
-        sd.notify(f"STOPPING=1\nSTATUS=Ending ({why or 'no job'})")
+        self.notifier.send(f"STOPPING=1\nSTATUS=Ending ({why or 'no job'})")
         await self._end(give_back=why == "stop")
         return 0
 
     async def _end(self, *, give_back: bool) -> None:
         if self._hotplug is not None:
             self._hotplug.stop()
-        if self._status is not None:
-            self._status.cancel()
+        for timer in (self._status, self._idle):
+            if timer is not None:
+                timer.cancel()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -172,19 +183,29 @@ class Daemon:
             return frozenset()
 
     def _jobs_active(self, active: bool) -> None:  # noqa: FBT001
+        """Set knobs and holds for jobs at once, and give them back a moment after the last job: the next may come."""
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if active:
+            self._set_active(active=True)
+        else:
+            self._idle = asyncio.get_running_loop().call_later(IDLE_S, partial(self._set_active, active=False))
+
+    def _set_active(self, *, active: bool) -> None:
         self.policy.jobs(active=active)
         self.desktop.jobs(active=active, wishes=self.policy.config.session)
 
     # -- what systemd is told ----------------------------------------------------------------------------------------
 
     async def _reload(self) -> None:
-        sd.notify("RELOADING=1")
+        self.notifier.send("RELOADING=1")
         try:
             await self.policy.reload()
         except TorchtunedError as e:
             log.error("the configuration stays as it was:\n%s", e)
         finally:
-            sd.notify("READY=1")
+            self.notifier.send("READY=1")
 
     def _tell_status(self) -> None:
         if self._status is None:
@@ -195,7 +216,7 @@ class Daemon:
         jobs = len(self.manager.jobs)
         text = f"{self.policy.state}, profile {self.policy.config.profile}, {jobs} {'job' if jobs == 1 else 'jobs'}"
         reasons = "; ".join(self.policy.degraded).splitlines()
-        sd.notify(f"STATUS={text}" + (f": {reasons[0]}" if reasons else ""))
+        self.notifier.status(text + (f": {reasons[0]}" if reasons else ""))
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(_logged(work))
@@ -221,28 +242,6 @@ def _concerned(batch: Batch) -> list[str]:
     return [*cpus, *gpus]
 
 
-def _keep(name: str, fd: int | None) -> None:
-    """Have systemd keep a descriptor for the next daemon; None: no longer. FDPOLL=0: a hang-up means nothing here."""
-    if fd is None:
-        _forget(name)
-    else:
-        sd.notify(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fds=[fd])
-
-
-def _forget(name: str) -> None:
-    sd.notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
-
-
-def _kept() -> dict[str, int]:
-    """The descriptors that systemd kept for us. Of two with one name the later counts."""
-    kept: dict[str, int] = {}
-    for fd, name in sd.listen_fds_with_names().items():
-        if name in kept:
-            os.close(kept[name])
-        kept[name] = fd
-    return kept
-
-
 def _log_to(stream: Any) -> None:
     """The journal with its levels and fields when stderr goes there, plain lines elsewhere."""
     handler: logging.Handler = logging.StreamHandler(stream)
@@ -260,7 +259,11 @@ async def _main(options: argparse.Namespace) -> int:
     state_dir = options.state_dir or host.root / "var/lib/torchtuned"
     run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
     bus = await Bus.connect()
-    return await Daemon(host, bus, run_dir=run_dir, state_dir=state_dir, kept=_kept()).run()
+    notifier = Notifier()
+    try:
+        return await Daemon(host, bus, notifier, run_dir=run_dir, state_dir=state_dir, held=kept()).run()
+    finally:
+        notifier.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,10 +30,13 @@ log = logging.getLogger(__name__)
 
 
 class Desktop:
-    """The two holds. `kept` is an inhibitor from before a restart; `keep(fd)` and `keep(None)` tell what to keep."""
+    """The two holds. `kept` is an inhibitor from before a restart; `keep` and `forget` have it kept over the next."""
 
-    def __init__(self, bus: Bus, *, kept: int | None, keep: Callable[[int | None], None]) -> None:
-        self._bus, self._inhibitor, self._keep = bus, kept, keep
+    def __init__(
+        self, bus: Bus, *, kept: int | None, keep: Callable[[int], None], forget: Callable[[], None]
+    ) -> None:
+        self._bus, self._inhibitor, self._keep, self._forget = bus, kept, keep, forget
+        self._told: set[str] = set()
         self._profile: tuple[str, str, int] | None = None
         self._wanted = False
         self._wishes = SessionConfig()
@@ -66,8 +69,9 @@ class Desktop:
                 await self._inhibit(":".join(self._wishes.inhibit) if self._wanted else "")
                 await self._hold("performance" if self._wanted and self._wishes.power_profile != "keep" else "")
             except CallFailed as e:
-                level = logging.INFO if e.absent else logging.WARNING
-                log.log(level, "the desktop does not know that jobs run: %s", e)
+                if e.where not in self._told:  # once: a server has no desktop, and every job would say so
+                    log.log(logging.INFO if e.absent else logging.WARNING, "%s", e)
+                self._told.add(e.where)
 
     async def _inhibit(self, what: str) -> None:
         if what and self._inhibitor is None:
@@ -77,7 +81,7 @@ class Desktop:
         elif not what and self._inhibitor is not None:
             os.close(self._inhibitor)
             self._inhibitor = None
-            self._keep(None)
+            self._forget()
 
     async def _hold(self, profile: str) -> None:
         if profile and self._profile is None:

@@ -111,6 +111,7 @@ class Manager:
         except BaseException:
             os.close(pidfd)
             raise
+        log.info("job %s of uid %d: process %d, %s", job.id, job.process.uid, job.process.pid, job.state)
         self._watch(job.id, pidfd)
         self._view.job_added(job)
         self._set_timer(job)

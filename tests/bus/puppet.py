@@ -82,7 +82,8 @@ class Puppet:
         return len(self.buses)
 
     async def pin(self, cpus: str) -> str:
-        os.sched_setaffinity(0, parse_list(cpus))
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), parse_list(cpus))
         return await self.mask()
 
     async def mask(self) -> str:
