@@ -7,12 +7,13 @@ values from ours.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torchtuned.deadline import Deadline, Hung
-from torchtuned.errors import Failed, HostError, Missing
+from torchtuned.errors import Failed, HostError, Missing, Refused
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Companion, Entry, Outcome, Row, State
@@ -204,15 +205,17 @@ class Changes:
     def _compare_and_restore(self, knob: Knob, entry: Entry) -> tuple[str, str]:
         """The value before and after. What is neither ours nor the original stays."""
         before = knob.read(self.host)
-        if before != entry.original and not entry.ours(before):
-            return before, before
         ours = []
         for companion in entry.companions:
-            if self.host.exists(companion.path):
-                now = self.host.read(companion.path)
-                if companion.after in (None, now):
-                    ours.append(companion)
-        knob.restore(self.host, entry, ours)
+            if self.host.exists(companion.path) and companion.after in (None, self.host.read(companion.path)):
+                ours.append(companion)
+        if before == entry.original or entry.ours(before):
+            knob.restore(self.host, entry, ours)
+        else:
+            for companion in ours:
+                if companion.apart:
+                    with contextlib.suppress(Refused):  # what the other has chosen may rule it out
+                        self.host.write(companion.path, companion.original)
         return before, knob.read(self.host)
 
     def _once_more(self, entry: Entry, knob: Knob, now: str, outcome: Outcome, what: str) -> tuple[Row, Entry | None]:

@@ -108,7 +108,7 @@ def load(files: Sequence[tuple[str, str]], *, profile: str = "", profile_source:
         lines = _parse(file, text, faults)
         for line in lines:
             partner = _partner(line)
-            if partner and any((other.section, other.key) == ("sysctl", partner) for other in lines):
+            if any((other.section, other.key) == ("sysctl", partner) and other.line < line.line for other in lines):
                 faults.append(f"{line.source}: {line.key} and {partner} exclude each other; the kernel keeps only one")
             merged.pop(("sysctl", partner), None)
             merged.setdefault((line.section, line.key), []).append(line)
@@ -169,7 +169,7 @@ def policy_section(file: str, text: str) -> dict[str, tuple[str, str]]:
 def _parse(file: str, text: str, faults: list[str]) -> list[_Line]:
     lines: dict[tuple[str, str], _Line] = {}
     section: str | None = None  # None before the first section, "" in one that is not known
-    for number, raw in enumerate(text.splitlines(), start=1):
+    for number, raw in enumerate(text.split("\n"), start=1):
         stripped = raw.strip()
         if not stripped or stripped[0] in "#;":
             continue

@@ -168,12 +168,14 @@ class State(StrEnum):
 class Companion:
     """Another file that the kernel changes along with a knob, such as vm.dirty_ratio with vm.dirty_bytes.
 
-    `after` is its value once the knob was written; None when that is not known.
+    `after` is its value once the knob was written; None when that is not known. `apart`: it goes back to its original
+    even when somebody else has changed the knob itself.
     """
 
     path: str
     original: str
     after: str | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

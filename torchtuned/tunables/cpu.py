@@ -57,7 +57,7 @@ class Governor(PolicyKnob):
         preference = f"{self.folder}/{EPP}"
         if host.exists(preference):  # amd-pstate leaves it at "performance" when the governor goes back
             after = "performance" if value == "performance" else None
-            found.append(Companion(path=preference, original=host.read(preference), after=after))
+            found.append(Companion(path=preference, original=host.read(preference), after=after, apart=True))
         if self.read(host) == "userspace":
             speed = f"{self.folder}/scaling_setspeed"
             found.append(Companion(path=speed, original=host.read(speed), after="<unsupported>"))

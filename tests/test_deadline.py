@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from torchtuned.deadline import Deadline, Hung
+
+
+def test_what_a_call_returns_or_raises_comes_through() -> None:
+    deadline = Deadline(5)
+    assert deadline.run("a", lambda: 1) == 1
+    with pytest.raises(ZeroDivisionError):
+        deadline.run("a", lambda: 1 // 0)
+    with pytest.raises(SystemExit):
+        deadline.run("a", lambda: exec("raise SystemExit"))
+    with pytest.raises(TimeoutError, match="its own"):
+        deadline.run("a", lambda: exec("raise TimeoutError('its own')"))
+
+
+def test_calls_share_one_thread() -> None:
+    deadline = Deadline(5)
+    assert len({deadline.run("a", threading.get_ident) for _ in range(100)}) == 1
+
+
+def test_a_call_that_hangs_is_left_behind_until_it_comes_back() -> None:
+    deadline, release = Deadline(0.1), threading.Event()
+    before = threading.active_count()
+    with pytest.raises(Hung, match=r"^a: no answer from the kernel within 0.1 s$"):
+        deadline.run("a", release.wait)
+    assert deadline.run("b", lambda: 2) == 2
+    started = time.monotonic()
+    with pytest.raises(Hung, match="an earlier access to it still hangs"):
+        deadline.run("a", lambda: 3)
+    assert time.monotonic() - started < 0.1
+    release.set()
+    until = time.monotonic() + 10
+    while threading.active_count() > before + 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before + 1  # the thread that hung has ended, the new one serves
+    assert deadline.run("a", lambda: 3) == 3
