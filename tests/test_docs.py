@@ -230,7 +230,7 @@ def test_the_page_of_changes_is_that_of_the_profiles(tmp_path: Path) -> None:
     (tmp_path / "usr/share/torchtuned").symlink_to(TOP / "share/torchtuned")
     host = Host(tmp_path)
     made = page(host, [profile.name for profile in profiles(host)])
-    kept = TOP / "share/doc/torchtuned/changes.md"
+    kept = TOP / "share/doc/torchtuned/what-it-changes.md"
     if os.environ.get("TORCHTUNED_UPDATE"):
         kept.write_text(made, encoding="utf-8")
     assert kept.read_text(encoding="utf-8") == made, "TORCHTUNED_UPDATE=1 pytest tests/test_docs.py makes it anew"

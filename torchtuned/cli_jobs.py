@@ -18,6 +18,7 @@ from torchtuned.documents import topology_document
 from torchtuned.environment import RANKS
 from torchtuned.errors import DaemonUnreachable, HostError
 from torchtuned.host import Host
+from torchtuned.topology import GpuFacts
 
 WATCH_S = 2.0
 JOB, GPU = "org.torchtuned1.Job", "org.torchtuned1.Gpu"
@@ -282,14 +283,16 @@ def _gib(value: object) -> str:
 
 def draw_map(args: argparse.Namespace) -> int:
     host = host_of(args)
-    found: list[Properties] = []
+    objects: Objects = {}
     if host.real:
         try:
             with Client() as daemon:
-                found = of_kind(daemon.objects(), JOB)
+                objects = daemon.objects()
         except DaemonUnreachable as error:
             note(f"{error}; the map is without jobs")
-    topology = discover.topology(host)
+    found = of_kind(objects, JOB)
+    names = {str(gpu["address"]): GpuFacts(name=str(gpu.get("name") or "")) for gpu in of_kind(objects, GPU)}
+    topology = discover.topology(host, gpus=names)
     if args.json:
         print_json(topology_document(topology) | {"jobs": found})
         return FINE
