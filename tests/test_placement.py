@@ -246,8 +246,7 @@ def test_no_gpu_named_gives_the_share_of_the_first_free_one_for_each_rank(tmp_pa
     # neither of the two named a GPU, so none is leased, but their cores are taken
     busy = [held("0-3,16-19"), held("4-7,20-23")]
     assert by_rank(place(found, busy, Request())) == A_EXCLUSIVE[2:3]
-    assert place(found, busy, Request(gpus=1)).gpus == (first,)
-    assert third not in place(found, busy, Request()).gpus
+    assert place(found, busy, Request(gpus=1)).gpus == (third,)
 
 
 def test_a_cpu_job_gets_all_that_is_free(tmp_path: Path) -> None:
@@ -595,6 +594,15 @@ def test_leases(tmp_path: Path) -> None:
     with pytest.raises(Unplaceable, match="--gpus 5: there are 4 GPUs here"):
         place(found, [], Request(gpus=5))
     assert place(found, [held("0", second)], Request(gpus=3)).gpus == (first, third, fourth)
+
+
+def test_gpus_with_free_cores_nearby_are_chosen_first(tmp_path: Path) -> None:
+    found = read(tmp_path, machine_a())
+    first, second, third, fourth = gpu_addresses(4)
+    assert place(found, [held("0-7,16-23")], Request(gpus=1)).gpus == (third,)
+    assert place(found, [], Request(gpus=2, affinity=parse_list("8-15,24-31"))).gpus == (third, fourth)
+    assert place(found, [held("0-7", fourth)], Request(gpus=3)).gpus == (first, second, third)
+    assert by_rank(place(found, [], Request(affinity=parse_list("8-15")))) == ["8-11"]
 
 
 def test_gpus_that_are_only_a_default(tmp_path: Path) -> None:

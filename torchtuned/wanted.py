@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtuned import cuda
@@ -37,23 +37,31 @@ def wanted_gpus(machine: Topology, in_force: Sequence[Grant], request: Request) 
     here = nvidia or here
     if isinstance(request.gpus, tuple):
         return _named(machine, leased, request, request.gpus)
+    trouble = _trouble(machine, in_force, request)
     meant: cuda.Meaning | None = None
     if request.cuda_visible_devices is not None:
         meant = cuda.meaning(request.cuda_visible_devices, request.cuda_device_order, machine.gpus)
     if request.gpus is not None:
-        return _leases(machine, _visible(here, meant), leased, request.gpus)
+        return _leases(machine, _visible(here, meant), leased, request.gpus, trouble)
     if meant is None:
-        return _unsaid(machine, in_force, here, leased, request, "no GPU is named")
+        return _unsaid(here, leased, request, trouble, "no GPU is named")
     notes = tuple(note for note in (meant.note,) if note)
     if meant.gpus is None:
         if len({gpu.local_cpus for gpu in here}) == 1 and here[0].local_cpus:
-            return _unsaid(machine, in_force, here, leased, request, meant.reason)
+            return _unsaid(here, leased, request, trouble, meant.reason)
         return Wanted(unbound=meant.reason, warnings=notes)
     gpus = tuple(gpu for address in meant.gpus for gpu in machine.gpus if gpu.address == address)
     busy = [address for address in meant.gpus if address in leased]
     if busy:
         notes += (f"CUDA_VISIBLE_DEVICES names {', '.join(busy)}, which another job has",)
     return Wanted(gpus=gpus, leased=meant.gpus, unbound=_unknown(gpus), warnings=notes)
+
+
+def _trouble(machine: Topology, in_force: Sequence[Grant], request: Request) -> dict[str, int]:
+    """Which GPUs to choose last: 1 for those without a free usable CPU nearby, 2 for those whose place is unknown."""
+    usable = machine.allowed if request.affinity is None else machine.allowed & request.affinity
+    usable -= machine.isolated.union(*(grant.cpus for grant in in_force if grant.bound))
+    return {gpu.address: 2 * (not gpu.local_cpus) or int(gpu.local_cpus.isdisjoint(usable)) for gpu in machine.gpus}
 
 
 def _unknown(gpus: Sequence[Gpu]) -> str:
@@ -94,7 +102,7 @@ def _visible(here: Sequence[Gpu], meant: cuda.Meaning | None) -> list[Gpu]:
     return [gpu for gpu in here if gpu.address in meant.gpus]
 
 
-def _leases(machine: Topology, here: Sequence[Gpu], leased: set[str], count: int) -> Wanted:
+def _leases(machine: Topology, here: Sequence[Gpu], leased: set[str], count: int, trouble: Mapping[str, int]) -> Wanted:
     """`count` free GPUs: of the node that they fill best, else of as few and as near nodes as can be."""
     if count < 0:
         raise InvalidRequest("not a number of GPUs", where=f"--gpus {count}")
@@ -110,14 +118,13 @@ def _leases(machine: Topology, here: Sequence[Gpu], leased: set[str], count: int
         nodes.setdefault(gpu.local_cpus, []).append(gpu)
     enough = [mates for mates in nodes.values() if len(mates) >= count]
     if enough:
-        chosen = min(enough, key=len)[:count]
+        chosen = min(enough, key=lambda mates: (trouble[mates[0].address], len(mates)))[:count]
     else:
-        fullest = max(nodes.values(), key=len)
-        home = fullest[0].numa_node
-        order = {node.id: i for i, node in enumerate(machine.nearest_nodes(home if home is not None else -1))}
-        far = [gpu for gpu in free if gpu not in fullest]
-        far.sort(key=lambda gpu: order.get(-1 if gpu.numa_node is None else gpu.numa_node, len(order)))
-        chosen = (fullest + far)[:count]
+        home = min(nodes.values(), key=lambda mates: (trouble[mates[0].address], -len(mates)))
+        order = {node.id: i for i, node in enumerate(machine.nearest_nodes(_node(home[0])))}
+        others = [gpu for gpu in free if gpu not in home]
+        others.sort(key=lambda gpu: (trouble[gpu.address], order.get(_node(gpu), len(order))))
+        chosen = (home + others)[:count]
     gpus = tuple(gpu for gpu in free if gpu in chosen)
     return Wanted(
         gpus=gpus,
@@ -128,23 +135,20 @@ def _leases(machine: Topology, here: Sequence[Gpu], leased: set[str], count: int
     )
 
 
-def _unsaid(
-    machine: Topology, in_force: Sequence[Grant], here: Sequence[Gpu], leased: set[str], request: Request, why: str
-) -> Wanted:
+def _node(gpu: Gpu) -> int:
+    return -1 if gpu.numa_node is None else gpu.numa_node
+
+
+def _unsaid(here: Sequence[Gpu], leased: set[str], request: Request, trouble: Mapping[str, int], why: str) -> Wanted:
     """GPUs are there and none is named: the share of the first free one for each rank, and no lease."""
-    if not here:
-        return Wanted()
-    held = frozenset[int]().union(*(grant.cpus for grant in in_force if grant.bound))
-    waiting = sorted(here, key=lambda gpu: (gpu.address in leased, bool(gpu.local_cpus) and gpu.local_cpus <= held))
-    chosen = waiting[: min(request.ranks or 1, len(here))]
-    if any(not gpu.local_cpus for gpu in here):
-        chosen = [gpu for gpu in chosen if gpu.local_cpus]
-    gpus = tuple(gpu for gpu in machine.gpus if gpu in chosen)
-    unbound = "" if gpus else _unknown(here)
-    share = "one GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    placed = [gpu for gpu in here if gpu.local_cpus]
+    if not placed:
+        return Wanted(unbound=_unknown(here)) if here else Wanted()
+    waiting = sorted(placed, key=lambda gpu: (gpu.address in leased, trouble[gpu.address]))
+    chosen = waiting[: request.ranks or 1]
+    share = "one GPU" if len(chosen) == 1 else f"{len(chosen)} GPUs"
     return Wanted(
-        gpus=gpus,
+        gpus=tuple(gpu for gpu in here if gpu in chosen),
         named=False,
-        unbound=unbound,
         reasons=(f"{why}: the job gets the cores of {share} and sees all GPUs; say --gpus N for some of its own",),
     )
