@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
-import tempfile
+import select
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -24,6 +25,7 @@ PAIRS = {
     for kind in ("", "_background")
     for one, other in (("bytes", "ratio"), ("ratio", "bytes"))
 }
+NO_LIMIT = 2_000_000_000
 BRACKETS = ("/sys/kernel/mm/transparent_hugepage/*", "/sys/block/*/queue/scheduler")
 
 
@@ -53,7 +55,7 @@ class Kernel(Host):
         super().__init__("/nonexistent")
         self.files = dict(files)
         self.links: dict[str, str] = {}
-        self.binary: dict[str, bytes] = {}
+        self.holders: dict[str, list[tuple[int, int]]] = {}
         self.step: Callable[[str, str], None] = lambda moment, path: None
         self.read_step: Callable[[str], None] = lambda path: None
         self.saved: dict[str, str] = {}
@@ -66,8 +68,8 @@ class Kernel(Host):
 
     def read_bytes(self, path: str) -> bytes:
         self.read_step(path)
-        if path in self.binary:
-            return self.binary[path]
+        if path in self.holders:
+            return struct.pack("=i", self.held(path))
         if path not in self.files:
             raise Missing("no such file or directory", where=path, errno=errno.ENOENT)
         if path.startswith(f"{CPUFREQ}/policy") and not self.files.get(f"{posixpath.dirname(path)}/affected_cpus", "0"):
@@ -76,7 +78,7 @@ class Kernel(Host):
         return self.files[path].encode()
 
     def exists(self, path: str) -> bool:
-        return path in self.files or path in self.binary or any(name.startswith(path + "/") for name in self.files)
+        return path in self.files or path in self.holders or any(name.startswith(path + "/") for name in self.files)
 
     def list(self, path: str) -> list[str]:
         start = path.rstrip("/") + "/"
@@ -100,10 +102,21 @@ class Kernel(Host):
 
     def hold(self, path: str, data: bytes) -> int:
         self.step("before", path)
-        if path not in self.binary:
+        if path not in self.holders:
             raise Missing("no such file or directory", where=path, errno=errno.ENOENT)
-        self.binary[path] = data
-        return os.dup(tempfile.TemporaryFile().fileno())
+        watch, given = os.pipe()
+        self.holders[path].append((watch, struct.unpack("=i", data)[0]))
+        return given
+
+    def held(self, path: str) -> int:
+        """The lowest value whose descriptor is open somewhere."""
+        values = [NO_LIMIT]
+        for watch, value in self.holders[path]:
+            poll = select.poll()
+            poll.register(watch)
+            if not poll.poll(0):
+                values.append(value)
+        return min(values)
 
     def set(self, path: str, value: str) -> None:
         """What the kernel does with a value, whoever writes it."""
