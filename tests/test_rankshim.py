@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_run import MINE, RUN, _no_daemon
 
-from tests.test_run import MINE, RUN, _no_daemon
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.rankshim import interpreter, parse_cpus, parse_table, which_rank
 

@@ -32,7 +32,7 @@ MASKS = """
 import os, re, subprocess, sys, threading
 threads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(4)]
 [thread.start() for thread in threads]
-child = subprocess.Popen(["sleep", "60"])
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 def masks(pid):
     for thread in os.listdir(f"/proc/{pid}/task"):
         yield re.search("Cpus_allowed_list:\\t(.*)", open(f"/proc/{pid}/task/{thread}/status").read())[1]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.tree import machine, machine_a, make_tree, pairs
 
-from tests.fakes.tree import machine, machine_a, make_tree, pairs
 from torchtuned import selfplace
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import Busy, NoSuchGpu
@@ -22,6 +22,7 @@ from torchtuned.grants import Request
 from torchtuned.host import Host
 from torchtuned.placement import request_to_json
 
+TOP = Path(__file__).resolve().parent.parent
 PARENT = 1
 
 
@@ -266,10 +267,10 @@ def test_many_at_once_stay_apart(runtime: Path, tmp_path: Path) -> None:
     files = machine(cores=pairs(0, 16, 16))
     root = make_tree(tmp_path / "many", files)
     script = (
-        "import os, sys, json; from pathlib import Path; from tests.fakes.tree import make_tree;"
-        "from tests.test_selfplace import process, wishes; from torchtuned import selfplace;"
-        f"from torchtuned.host import Host; root = Path({str(root)!r}); pid = os.getpid();"
-        "make_tree(root, process(pid)); sys.stdin.read(1);"
+        f"import os, sys; from pathlib import Path; sys.path[:0] = {[str(TOP), str(TOP / 'tests')]!r}\n"
+        "from fakes.tree import make_tree; from test_selfplace import process, wishes\n"
+        f"from torchtuned import selfplace; from torchtuned.host import Host; root = Path({str(root)!r})\n"
+        "pid = os.getpid(); make_tree(root, process(pid)); sys.stdin.read(1)\n"
         "print(selfplace.place_self(wishes(cpus='1'), pid=pid, host=Host(root))['cpus'], flush=True); sys.stdin.read()"
     )
     crowd = [

@@ -52,8 +52,8 @@ def outcome(work: Callable[[], int]) -> int:
         return error.status
     except errors.TorchtunedError as error:
         say(str(error))
-    except (OSError, MemoryError, RecursionError) as error:
-        say(f"unexpected: {error}")
+    except Exception as error:  # whatever it is, the user gets a line and 125, and no traceback
+        say(f"internal error, please report it: {type(error).__name__}: {error}")
     return FAILED
 
 
