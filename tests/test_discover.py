@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from fakes.tree import CPU, NODE, PCI, machine, machine_a, make_tree, mask, on_nodes, pairs, pci_device
+from fakes.tree import CPU, NODE, PCI, machine, machine_a, machine_of, make_tree, mask, on_nodes, pairs, pci_device
 
 from torchtuned import discover
 from torchtuned.cpuset import format_list, parse_list
@@ -83,6 +83,34 @@ def test_nul_bytes_and_empty_files(tmp_path: Path) -> None:
     files |= {f"{CPU}/cpu{cpu}/topology/core_cpus": "" for cpu in range(32)}
     files |= {f"{CPU}/cpu{cpu}/cpufreq/cpuinfo_max_freq": "" for cpu in range(32)}
     assert read(tmp_path / "bytes", files) == read(tmp_path / "plain", machine_a())
+
+
+def test_four_thousand_cpus(tmp_path: Path) -> None:
+    found = read(tmp_path, as_maps(machine_of(4096), "cpulist", "thread_siblings_list", "shared_cpu_list"))
+    assert (len(found.online), len(found.cores), len(found.packages), len(found.l3)) == (4096, 2048, 4, 1024)
+    assert format_list(found.nodes[15].cpus) == "1920-2047,3968-4095"
+    assert [format_list(gpu.local_cpus) for gpu in found.gpus] == [format_list(node.cpus) for node in found.nodes]
+    assert (
+        read(tmp_path / "maps", as_maps(machine_of(4096), "cpulist", "thread_siblings_list", "shared_cpu_list"))
+        == found
+    )
+
+
+def test_a_core_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps a large machine fast: the files of each core, package and cache are read for one of its CPUs."""
+    host = Host(make_tree(tmp_path, machine_of(256)))
+    asked: list[str] = []
+    read = Host.read
+
+    def noted(self: Host, path: str) -> str:
+        asked.append(path)
+        return read(self, path)
+
+    monkeypatch.setattr(Host, "read", noted)
+    found = discover.topology(host)
+    siblings = [path for path in asked if path.endswith("/topology/thread_siblings_list")]
+    assert len(siblings) == len(found.cores) == 128
+    assert len([path for path in asked if path.endswith("/cache/index3/level")]) == len(found.l3) == 64
 
 
 def test_without_cpu_online(tmp_path: Path) -> None:

@@ -147,3 +147,18 @@ def machine_e(gpus: int = 2) -> dict[str, str | bytes | None]:
 
 def machine_f() -> dict[str, str | bytes | None]:
     return machine(cores=[str(cpu) for cpu in range(10)], gpus=on_nodes(0, 0, 0))
+
+
+def machine_of(cpus: int) -> dict[str, str | bytes | None]:
+    """A large server: cores with two threads, 4 packages, 16 nodes with one GPU each, an L3 for every two cores."""
+    cores = cpus // 2
+    node, package = cores // 16, cores // 4
+    both = [f"{start}-{start + node - 1},{cores + start}-{cores + start + node - 1}" for start in range(0, cores, node)]
+    return machine(
+        cores=pairs(0, cores, cores),
+        packages=[f"{i}-{i + package - 1},{cores + i}-{cores + i + package - 1}" for i in range(0, cores, package)],
+        nodes=dict(enumerate(both)),
+        distances={i: " ".join("10" if i == j else "32" for j in range(16)) for i in range(16)},
+        l3=[f"{start}-{start + 1},{cores + start}-{cores + start + 1}" for start in range(0, cores, 2)],
+        gpus={f"{i:04x}:01:00.0": {"numa_node": str(i)} for i in range(16)},
+    )
