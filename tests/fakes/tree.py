@@ -14,9 +14,12 @@ PCI = "sys/bus/pci/devices"
 
 def make_tree(folder: Path, files: Mapping[str, str | bytes | None]) -> Path:
     """Write the files ("sys/devices/system/cpu/online": "0-3\\n"); None makes a folder, "-> X" a link to X."""
+    made: set[Path] = set()
     for name, content in files.items():
         path = folder / name.lstrip("/")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent not in made:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made.add(path.parent)
         if content is None:
             path.mkdir(parents=True, exist_ok=True)
         elif isinstance(content, bytes):
