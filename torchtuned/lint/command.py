@@ -1,0 +1,151 @@
+"""The command line of the linter: which files, which findings, in which form."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import hints, leftovers, loaders, loops, precision, syncs
+from .names import Module, Project, package_root
+from .program import Program
+from .rules import HINT, RULES, Finding
+from .source import Unparsed, python_files
+
+SCHEMA = 1
+_SIBLINGS = 300  # files beside a single FILE that are searched for its importers
+Check = Callable[[Program, Module], Iterator[Finding | None]]
+_CHECKS: tuple[Check, ...] = (loaders.check, precision.check, syncs.check, leftovers.check, loops.check)
+
+
+@dataclass(frozen=True)
+class Result:
+    findings: list[Finding]
+    errors: list[Unparsed]
+    files: int
+
+
+def run(argv: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="torchtuned lint",
+        description="Find what keeps a PyTorch training script waiting. Reads the code, never runs it.",
+        epilog="Exit status: 0 nothing found, 1 findings or files that cannot be read as Python, 2 usage. "
+        "`# noqa: TL007` on a line silences a rule there, a bare `# noqa` all.",
+    )
+    parser.add_argument(
+        "paths", nargs="*", metavar="FILE|DIR", help="Python files, or folders that are searched for them"
+    )
+    parser.add_argument(
+        "--hints", action="store_true", help="also report what often helps but is no fault (TL101 and up)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("--rules", action="store_true", help="list the rules and exit")
+    try:
+        options = parser.parse_args(argv)
+    except SystemExit as error:  # argparse has said what is wrong, or printed the help
+        return int(error.code or 0)
+    if options.rules:
+        print(_rules_as_json() if options.json else _rules_as_text())
+        return 0
+    if not options.paths:
+        print("torchtuned lint: name a file or a folder (see --help)", file=sys.stderr)
+        return 2
+    missing = [path for path in options.paths if not os.path.exists(path)]
+    if missing:
+        print(f"torchtuned lint: {missing[0]}: no such file or folder", file=sys.stderr)
+        return 2
+    result = lint([Path(path) for path in options.paths], hinted=options.hints)
+    print(as_json(result) if options.json else as_text(result))
+    return 1 if result.findings or result.errors else 0
+
+
+def lint(paths: Sequence[Path], *, hinted: bool = False) -> Result:
+    """Check files and folders. Findings come sorted by file, line and column; what they import is read, not checked."""
+    files: dict[Path, str] = {}
+    roots: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            roots.append(path.resolve())
+            files |= {one.resolve(): str(one) for one in python_files(path) if one.resolve() not in files}
+        else:
+            roots.append(path.resolve().parent)
+            files.setdefault(path.resolve(), str(path))
+    project = Project(dict.fromkeys(roots))
+    checked = [module for path, shown in files.items() if (module := project.load(path, shown)) is not None]
+    for path in paths:
+        if not path.is_dir():
+            _load_importers(project, path.resolve())
+    program = Program(project)
+    checks = (*_CHECKS, hints.check) if hinted else _CHECKS
+    found = {f for module in checked for check in checks for f in check(program, module) if f is not None}
+    if not hinted:
+        found = {one for one in found if one.certainty != HINT}
+    errors = [error for path, error in project.errors.items() if path in files]
+    return Result(
+        sorted(found, key=lambda f: (f.file, f.line, f.column, f.rule.code)),
+        sorted(errors, key=lambda e: e.file),
+        len(files),
+    )
+
+
+def _load_importers(project: Project, path: Path) -> None:
+    """Load those neighbours of a single file that may import it: they tell whether its loaders are trained with."""
+    root = package_root(path.parent)
+    inside = (root / "__init__.py").is_file()
+    neighbours = python_files(root) if inside else iter(sorted(root.glob("*.py")))
+    for number, other in enumerate(neighbours):
+        if number >= _SIBLINGS:
+            break
+        try:
+            text = other.read_text(errors="replace")
+        except OSError:
+            continue
+        if path.stem in text and "import" in text:
+            project.load(other, str(other))
+
+
+def as_json(result: Result) -> str:
+    document = {
+        "schema": SCHEMA,
+        "files": result.files,
+        "findings": [one.document() for one in result.findings],
+        "errors": [{"file": e.file, "line": e.line, "column": e.column, "message": e.message} for e in result.errors],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)
+
+
+def as_text(result: Result) -> str:
+    """One line per finding; the reasons once per rule, at its first finding."""
+    lines: list[str] = []
+    explained: set[str] = set()
+    for error in result.errors:
+        place = f"{error.file}:{error.line}:{error.column}" if error.line else error.file
+        lines.append(f"{place}: {error.message}")
+    for one in result.findings:
+        lines.append(f"{one.file}:{one.line}:{one.column}: {one.rule.code} {one.certainty}: {one.message}")
+        if one.rule.code not in explained:
+            explained.add(one.rule.code)
+            lines += [f"    why: {one.rule.why}", f"    instead: {one.rule.instead}"]
+    number, files = len(result.findings), result.files
+    read = f"{files} file{'s' * (files != 1)}"
+    lines.append(f"{number} finding{'s' * (number != 1)} in {read}" if number else f"nothing found in {read}")
+    if result.errors:
+        lines[-1] += f", {len(result.errors)} not readable"
+    return "\n".join(lines)
+
+
+def _rules_as_text() -> str:
+    blocks = []
+    for rule in RULES.values():
+        body = textwrap.indent(f"why: {rule.why}\ninstead: {rule.instead}", "    ")
+        blocks.append(f"{rule.code} {rule.name} ({rule.certainty})\n{body}")
+    return "\n".join(blocks)
+
+
+def _rules_as_json() -> str:
+    return json.dumps({"schema": SCHEMA, "rules": [vars(rule) for rule in RULES.values()]}, indent=2)

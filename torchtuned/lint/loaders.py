@@ -1,0 +1,257 @@
+"""TL001 to TL003: how batches reach the model.
+
+Silent where more processes would not help or would be wrong: datasets that are tensors in memory, iterable datasets
+(each worker would deliver everything), arguments that come out of a `**` whose keys are not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .facts import constant
+from .names import Bound, Module, Part, Symbol
+from .program import Program, called, enclosing_function, innermost_loop
+from .rules import Finding, finding
+
+_LOADERS = ("torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader")
+_POSITIONS = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
+_IN_MEMORY = ("torch.utils.data.TensorDataset",)
+_ONCE = re.compile(r"test|predict|infer", re.IGNORECASE)
+_WRAPPERS = ("torch.utils.data.Subset", "torch.utils.data.random_split", "torch.utils.data.ConcatDataset")
+
+
+@dataclass
+class Arguments:
+    """What a call passes by name. `open` is set when a `*` or `**` may pass more than is listed."""
+
+    given: dict[str, ast.expr | None]
+    open: bool
+
+
+def check(program: Program, module: Module) -> Iterator[Finding | None]:
+    if not program.facts(module).trains:
+        return
+    for node in module.source.nodes:
+        if isinstance(node, ast.Call) and module.dotted(node.func) in _LOADERS:
+            yield from _loader(program, module, node)
+
+
+def _loader(program: Program, module: Module, node: ast.Call) -> Iterator[Finding | None]:
+    facts = program.facts(module)
+    arguments = _arguments(module, node)
+    given = arguments.given
+    kind = _dataset(module, given.get("dataset"))
+    workers = given.get("num_workers")
+    value = module.value(workers)
+    if (isinstance(value, ast.Constant) and value.value == 0 and value.value is not False) or (
+        "num_workers" not in given and not arguments.open
+    ):
+        if not kind and not _debug(module, node):
+            said = "num_workers=0" if "num_workers" in given else "no num_workers"
+            yield finding(module.source, node, "TL001", f"DataLoader with {said} loads in the training process")
+        return
+    if "num_workers" not in given or not facts.on_gpu or kind == "memory":
+        return
+    pinned = given.get("pin_memory")
+    off = constant(pinned) is False if pinned is not None else "pin_memory" not in given and not arguments.open
+    if off:
+        yield finding(module.source, node, "TL002", "DataLoader with workers but without pinned memory, on a GPU")
+    if "persistent_workers" not in given and not arguments.open and _read_again(program, module, node):
+        yield finding(module.source, node, "TL003", "DataLoader starts its workers anew in every epoch")
+
+
+def _arguments(module: Module, node: ast.Call) -> Arguments:
+    given: dict[str, ast.expr | None] = dict(zip(_POSITIONS, node.args, strict=False))
+    unknown = any(isinstance(argument, ast.Starred) for argument in node.args)
+    for item in node.keywords:
+        if item.arg is not None:
+            given[item.arg] = item.value
+            continue
+        keys = _keys(module, item.value)
+        unknown |= keys is None
+        given |= dict.fromkeys(keys or ())
+    function = module.value(node.func)
+    if isinstance(function, ast.Call):  # functools.partial(DataLoader, ...)
+        fixed = _arguments(module, ast.Call(func=function.args[0], args=[], keywords=function.keywords))
+        given = fixed.given | given
+        unknown |= fixed.open
+    return Arguments(given, unknown)
+
+
+def _keys(module: Module, node: ast.expr) -> set[str] | None:
+    """The keys that a `**` argument may hold; None when they cannot be told."""
+    if isinstance(node, ast.IfExp):
+        one, two = _keys(module, node.body), _keys(module, node.orelse)
+        return None if one is None or two is None else one | two
+    if isinstance(node, ast.Dict):
+        keys = {constant(item) for item in node.keys}
+        return {str(item) for item in keys} if all(isinstance(item, str) for item in keys) else None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict" and not node.args:
+        return None if any(item.arg is None for item in node.keywords) else {str(item.arg) for item in node.keywords}
+    if not isinstance(node, ast.Name):
+        return None
+    bound = module.lookup(node.id, node)
+    if not bound:
+        return None
+    found: set[str] = set()
+    for what in bound:
+        keys_here = _keys(module, what) if isinstance(what, ast.expr) and what is not node else None
+        if keys_here is None:
+            return None
+        found |= keys_here
+    scope = enclosing_function(module, node)
+    for part in ast.walk(scope):
+        more = _added(module, part, node.id)
+        if more is None:
+            return None
+        found |= more
+    return found
+
+
+def _added(module: Module, part: ast.AST, name: str) -> set[str] | None:
+    """Keys that a statement adds to the dictionary `name` (`name["x"] = …`, `name.update(…)`)."""
+    if isinstance(part, ast.Subscript) and isinstance(part.value, ast.Name) and part.value.id == name:
+        return {str(constant(part.slice))} if isinstance(part.ctx, ast.Store) else set()
+    if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and isinstance(part.func.value, ast.Name):
+        if part.func.value.id == name and part.func.attr in ("update", "setdefault"):
+            argument = part.args[0] if part.args else None
+            if isinstance(argument, ast.Name) and argument.id == name:
+                return None
+            named = {item.arg for item in part.keywords}
+            keys = _keys(module, argument) if argument is not None else set()
+            return None if keys is None or None in named else keys | {str(item) for item in named}
+    return set()
+
+
+def _dataset(module: Module, node: Bound, depth: int = 6) -> str:
+    """ "memory" or "iterable" where workers would not help, "" otherwise. One such of several values is enough."""
+    if node is None or not depth:
+        return ""
+    if isinstance(node, ast.Name):
+        return _first(_dataset(module, bound, depth - 1) for bound in module.lookup(node.id, node))
+    if isinstance(node, Part):
+        return _dataset(module, node.value, depth - 1)
+    if isinstance(node, ast.Attribute):
+        value = module.value(node)
+        return _dataset(module, value, depth - 1) if isinstance(value, Part | ast.expr) and value is not node else ""
+    if isinstance(node, ast.Subscript):
+        return _dataset(module, node.value, depth - 1)
+    if isinstance(node, ast.IfExp):
+        return _first(_dataset(module, part, depth - 1) for part in (node.body, node.orelse))
+    if isinstance(node, ast.List | ast.Tuple | ast.ListComp):
+        return "memory"
+    return _made(module, node, depth - 1) if isinstance(node, ast.Call) else ""
+
+
+def _made(module: Module, node: ast.Call, depth: int) -> str:
+    dotted = module.dotted(node.func)
+    if dotted in _WRAPPERS and node.args:
+        return _dataset(module, node.args[0], depth)
+    if dotted in _IN_MEMORY or (dotted.startswith(("torch.", "numpy.")) and not dotted.startswith("torch.utils")):
+        return "memory"
+    if isinstance(node.func, ast.Name) and node.func.id in ("list", "zip", "range"):
+        return "memory"
+    target = module.resolve(node.func)
+    if isinstance(target, Symbol) and isinstance(target.node, ast.ClassDef):
+        return _own_dataset(target, depth)
+    function = called(module, node)
+    if function is None:
+        return ""
+    returned = [part.value for part in ast.walk(function.node) if isinstance(part, ast.Return)]
+    return _first(_returned(function.module, value, depth) for value in returned)
+
+
+def _returned(module: Module, value: ast.expr | None, depth: int) -> str:
+    """A function may return several datasets at once."""
+    if isinstance(value, ast.Tuple):
+        return _first(_dataset(module, part, depth) for part in value.elts)
+    return _dataset(module, value, depth)
+
+
+def _first(kinds: Iterable[str]) -> str:
+    return next((kind for kind in kinds if kind), "")
+
+
+def _own_dataset(target: Symbol, depth: int) -> str:
+    node = target.node
+    if not isinstance(node, ast.ClassDef) or not depth:
+        return ""
+    methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    get = methods.get("__getitem__")
+    if get is not None:
+        calls = [part for part in ast.walk(get) if isinstance(part, ast.Call)]
+        return "" if any(not _cheap(call) for call in calls) else "memory"
+    if "__iter__" in methods:
+        return "iterable"
+    for base in node.bases:
+        if target.module.dotted(base) == "torch.utils.data.IterableDataset":
+            return "iterable"
+        inner = target.module.resolve(base)
+        kind = _own_dataset(inner, depth - 1) if isinstance(inner, Symbol) else ""
+        if kind:
+            return kind
+    return ""
+
+
+def _cheap(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name in (
+        "len",
+        "int",
+        "slice",
+        "min",
+        "max",
+        "isinstance",
+        "tensor",
+        "as_tensor",
+        "from_numpy",
+        "long",
+        "float",
+    )
+
+
+def _debug(module: Module, node: ast.Call) -> bool:
+    """Loaders that only look at the data, or that a test builds."""
+    parent = module.source.parents.get(node)
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in ("next", "iter"):
+        return True
+    function = enclosing_function(module, node)
+    return getattr(function, "name", "").startswith("test_")
+
+
+def _read_again(program: Program, module: Module, node: ast.Call) -> bool:
+    """Whether the same loader is read more than once, as far as can be told."""
+    if not program.facts(module).epochs or innermost_loop(module, node) is not None:
+        return False
+    parent = module.source.parents.get(node)
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    function = enclosing_function(module, node)
+    if not isinstance(target, ast.Name):
+        name = f"{getattr(target, 'attr', '')} {getattr(function, 'name', '')}"
+        return not _ONCE.search(name)
+    uses = [
+        part
+        for part in ast.walk(function)
+        if isinstance(part, ast.Name) and part.id == target.id and isinstance(part.ctx, ast.Load)
+    ]
+    inside = [use for use in uses if enclosing_function(module, use) is function]
+    if any(innermost_loop(module, use) is not None for use in inside):
+        return True
+    if any(program.repeated(module, use) for use in uses if use not in inside):
+        return True
+    return not _ONCE.search(target.id) and any(not _iterated(module, use) for use in inside)
+
+
+def _iterated(module: Module, use: ast.AST) -> bool:
+    """Whether a use is what a loop runs over (or a question of its length), not something handed on."""
+    for up in module.source.ancestors(use):
+        if isinstance(up, ast.For):
+            return any(part is use for part in ast.walk(up.iter))
+        if isinstance(up, ast.Call) and isinstance(up.func, ast.Name) and up.func.id in ("len", "next", "iter"):
+            return True
+        if isinstance(up, ast.stmt):
+            return False
+    return False
