@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,7 +87,11 @@ def test_nul_bytes_and_empty_files(tmp_path: Path) -> None:
 
 
 def test_four_thousand_cpus(tmp_path: Path) -> None:
-    found = read(tmp_path, as_maps(machine_of(4096), "cpulist", "thread_siblings_list", "shared_cpu_list"))
+    files = as_maps(machine_of(4096), "cpulist", "thread_siblings_list", "shared_cpu_list")
+    for path in list(files):  # the second threads' own files are not asked for, and making them takes long
+        if (cpu := re.match(rf"{CPU}/cpu(\d+)/", path)) and int(cpu[1]) >= 2048:
+            del files[path]
+    found = read(tmp_path, files)
     assert (len(found.online), len(found.cores), len(found.packages), len(found.l3)) == (4096, 2048, 4, 1024)
     assert format_list(found.nodes[15].cpus) == "1920-2047,3968-4095"
     assert [format_list(gpu.local_cpus) for gpu in found.gpus] == [format_list(node.cpus) for node in found.nodes]
