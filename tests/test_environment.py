@@ -163,6 +163,12 @@ def test_ranks_are_not_bound_twice_or_where_nothing_is_bound(command: str, chang
     assert "TORCHTUNED_RANKS" not in found
 
 
+def test_a_table_that_exec_would_refuse_is_not_made() -> None:
+    ranks = [rank(i, ",".join(map(str, range(0, 60, 2))), 1) for i in range(4096)]
+    launcher = recognise("torchrun --nproc-per-node=4096 t.py".split(), {})
+    assert shown({}, grant(ranks=ranks), launcher=launcher, facts=FULL)["PYTHON_EXEC"] == ("skipped", None)
+
+
 def test_one_rank_needs_no_door() -> None:
     launcher = recognise(["torchrun", "t.py"], {})
     assert set(shown({}, grant(), launcher=launcher, facts=FULL)) == {"OMP_NUM_THREADS"}

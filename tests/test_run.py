@@ -244,7 +244,7 @@ def test_two_jobs_are_disjoint_in_every_thread() -> None:
 def test_it_says_in_one_line_that_it_placed_itself() -> None:
     done = run("true")
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
-    assert f"placed without it on CPUs {MINE}" in done.stderr
+    assert f"placed without torchtunedd on CPUs {MINE}" in done.stderr
     assert run("--quiet", "true").stderr == ""
 
 
@@ -484,7 +484,7 @@ def test_a_grant_that_is_not_right_is_not_used(fake: Fake, bad: object) -> None:
     fake.play(register=bad)
     done = run("grep", "Cpus_allowed_list", "/proc/self/status")
     assert done.stdout.split()[1] == MINE
-    assert "placed without it" in done.stderr
+    assert "placed without torchtunedd" in done.stderr
     assert fake.members == ["Register", "Release"]
 
 
@@ -519,7 +519,7 @@ def test_refusals_lead_to_a_place_of_ones_own(fake: Fake, error: str) -> None:
     fake.play(error=error)
     done = run("true")
     assert done.returncode == 0
-    assert "because the test says so; placed without it" in done.stderr
+    assert "because the test says so; placed without torchtunedd" in done.stderr
     assert run("--require", "true").returncode == 125
 
 
@@ -540,7 +540,7 @@ def test_silence_is_not_waited_out(fake: Fake, how: str) -> None:
     start = time.monotonic()
     done = run("true")
     assert (done.returncode, time.monotonic() - start < 10) == (0, True)
-    assert "torchtunedd did not answer; placed without it" in done.stderr
+    assert "torchtunedd did not answer; placed without torchtunedd" in done.stderr
 
 
 def test_a_daemon_that_dies_in_between(fake: Fake) -> None:
@@ -552,7 +552,7 @@ def test_a_daemon_that_dies_in_between(fake: Fake) -> None:
     assert fake.process is not None
     fake.process.kill()
     out, err = job.communicate(timeout=20)
-    assert "placed without it on CPUs " + MINE in err
+    assert "placed without torchtunedd on CPUs " + MINE in err
     assert (job.returncode, out.strip()) == (0, str(len(os.sched_getaffinity(0))))
 
 

@@ -85,7 +85,7 @@ class Client:
         self._signals: list[tuple[str, list[object]]] = []
         result = self._lib.sd_bus_open_system(byref(self._bus))
         if result < 0:
-            raise errors.DaemonUnreachable(f"no system bus: {os.strerror(-result)}")
+            raise errors.DaemonUnreachable(f"no system bus ({os.strerror(-result).lower()})")
         try:
             self._wait_ready(time.monotonic() + timeout_s)
         except BaseException:

@@ -20,6 +20,7 @@ PROFILES = ("cpu", "memory", "compile", "debug")
 RANKS = "TORCHTUNED_RANKS"
 RANKSHIM = "TORCHTUNED_RANKSHIM"
 OWN_PYTHON_EXEC = "TORCHTUNED_PYTHON_EXEC"
+MAX_TABLE = 100_000  # characters; the kernel takes 128 KiB for one variable, and exec fails with more
 
 # variable, the values that do harm ("" = any but unset, empty or 0), what they do
 _LEFTOVERS = (
@@ -215,9 +216,12 @@ def _ranks(
     for index, rank in enumerate(grant["ranks"]):
         count = "" if threads.action == "kept" else str(rank["omp_num_threads"])
         rows.append(f"{rank['cpus']}/{count}/{entries[index] if index < len(entries) else index}")
+    text = ";".join(rows)
+    if len(text) > MAX_TABLE:
+        return {name: Decision(None, "skipped", f"ranks share the job's CPUs: {len(rows)} are too many to list")}
     decisions = {
         name: Decision(facts.rank_door, "set", f"{launcher.name} starts this, which binds the rank and becomes Python"),
-        RANKS: Decision(";".join(rows), "set", "CPUs, threads and GPU of each rank"),
+        RANKS: Decision(text, "set", "CPUs, threads and GPU of each rank"),
         RANKSHIM: Decision(facts.rankshim, "set", "what binds a rank"),
     }
     if environ.get(name):

@@ -111,7 +111,7 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
     settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
         where = f"CPUs {grant['cpus']}" + ("" if inside else ", apart from your own jobs only")
-        say(f"{problem.what}; placed without it on {where}")
+        say(f"{problem.what}; placed without torchtunedd on {where}")
     return Place(grant, "torchtuned-run", lambda: selfplace.forget(os.getpid()))
 
 

@@ -213,7 +213,7 @@ def test_a_daemon_that_hangs_is_not_waited_for(start: Callable[..., Running], st
         begin = time.monotonic()
         out, err, status = finish(start("echo", "ran"))
         assert (out, status) == ("ran\n", 0)
-        assert "torchtunedd did not answer; placed without it" in err
+        assert "torchtunedd did not answer; placed without torchtunedd" in err
         assert time.monotonic() - begin < 10
     finally:
         started.process.send_signal(signal.SIGCONT)
