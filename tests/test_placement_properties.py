@@ -24,11 +24,12 @@ def topologies(draw: st.DrawFn) -> Topology:
         cpus = range(i * threads, (i + 1) * threads) if adjacent else range(i, count * threads, count)
         cores.append(Core(cpus=frozenset(cpus), kind=draw(st.sampled_from([0, 0, 0, 1]))))
     online = frozenset(cpu for core in cores for cpu in core.cpus)
-    homes = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    homes = draw(st.lists(st.integers(-1, 3), min_size=count, max_size=count))  # -1: a CPU without a node
     ids = draw(st.sampled_from([(0, 1, 2, 3), (0, 8, 33, 250)]))
     members: list[set[int]] = [set() for _ in range(draw(st.integers(max(homes) + 1, 4)))]
     for core, home in zip(cores, homes, strict=True):
-        members[home] |= core.cpus
+        if home >= 0:
+            members[home] |= core.cpus
     nodes = [Node(id=ids[n], cpus=frozenset(cpus)) for n, cpus in enumerate(members)]
     gpus = []
     for i in range(draw(st.integers(0, 5))):
@@ -36,6 +37,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         address, locality = f"0000:{i + 1:02x}:00.0", "numa_node" if local else "unknown"
         gpus.append(Gpu(address=address, vendor="0x10de", device="1", local_cpus=local, locality=locality))
     size = draw(st.integers(1, 8))
+    first = frozenset(cpu for core in cores[: draw(st.integers(1, count))] for cpu in core.cpus)
     caches = [cores[i : i + size] for i in range(0, count, size)]
     allowed = draw(st.sampled_from([online, online, online - {0}])) or online
     return Topology(
@@ -44,7 +46,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         allowed_nodes=frozenset(node.id for node in nodes),
         isolated=draw(st.sampled_from([frozenset(), frozenset({max(online)})])),
         cores=tuple(cores),
-        packages=(online,),
+        packages=(first, online - first) if first < online else (online,),
         llc=tuple(frozenset(cpu for core in cache for cpu in core.cpus) for cache in caches),
         nodes=tuple(nodes),
         gpus=tuple(gpus),
