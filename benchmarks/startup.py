@@ -13,6 +13,7 @@ import argparse
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +23,10 @@ TOP = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOP), str(TOP / "tests"), str(TOP / "tests/bus")]
 
 from fakes.tree import make_tree  # noqa: E402
-from harness import Daemon, PrivateBus  # noqa: E402
+from harness import PrivateBus  # noqa: E402
+
+from torchtuned.client import MANAGER, ROOT, Client  # noqa: E402
+from torchtuned.errors import DaemonUnreachable  # noqa: E402
 
 PYTHON = "/usr/bin/python3"
 ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run import main; sys.exit(main())"
@@ -49,7 +53,27 @@ def progress(done: int, of: int) -> None:
         sys.stderr.flush()
 
 
-def measure(bus: PrivateBus, daemon: Daemon, rounds: int, torch: str) -> dict[str, list[float]]:
+def start_daemon(bus: PrivateBus) -> subprocess.Popen[bytes]:
+    """torchtunedd on this machine's CPUs, with a policy that changes nothing, once it answers."""
+    here = {"sys": "-> /sys", "proc": "-> /proc", "usr/share/torchtuned/profiles/training.conf": "[policy]\n"}
+    root = make_tree(bus.folder / "here", here)
+    words = [sys.executable, "-m", "torchtuned.daemon", f"--sysroot={root}", f"--run-dir={bus.folder}/run"]
+    daemon = subprocess.Popen(
+        [*words, f"--state-dir={bus.folder}/state"], env=bus.environment, stderr=subprocess.DEVNULL
+    )
+    os.environ["DBUS_SYSTEM_BUS_ADDRESS"] = bus.address
+    while daemon.poll() is None:
+        try:
+            with Client() as client:
+                if client.properties(ROOT, MANAGER)["State"] == "ready":
+                    return daemon
+        except DaemonUnreachable:
+            pass
+        time.sleep(0.1)
+    sys.exit(f"torchtunedd ended with {daemon.returncode}")
+
+
+def measure(bus: PrivateBus, rounds: int, torch: str) -> dict[str, list[float]]:
     nowhere = {**bus.environment, "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={bus.folder}/none"}
     for environ in (bus.environment, nowhere):
         environ["XDG_RUNTIME_DIR"] = str(bus.folder)
@@ -70,7 +94,6 @@ def measure(bus: PrivateBus, daemon: Daemon, rounds: int, torch: str) -> dict[st
         for kind, (words, environ) in kinds.items():
             if "torch" not in kind.split()[-1] or done < max(3, rounds // 10):
                 taken[kind].append(milliseconds(words, environ))
-        daemon.drain()  # its notifications, which nobody else takes here
         progress(done + 1, rounds)
     return taken
 
@@ -83,14 +106,13 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="torchtuned-startup-"))
     folder.chmod(0o700)
     bus = PrivateBus(folder)
-    here = {"sys": "-> /sys", "proc": "-> /proc", "usr/share/torchtuned/profiles/training.conf": "[policy]\n"}
-    daemon = Daemon(bus, "--sysroot", str(make_tree(folder / "here", here)))
     try:
-        daemon.wait_for("READY=1")
-        taken = measure(bus, daemon, options.rounds, options.python)
+        daemon = start_daemon(bus)
+        taken = measure(bus, options.rounds, options.python)
+        daemon.kill()
+        daemon.wait()
     finally:
-        daemon.stop()
-        bus.stop()
+        bus.stop()  # which ends the daemon too
         shutil.rmtree(folder)
     medians = {kind: statistics.median(times) for kind, times in taken.items()}
     bare = medians["the bare program"]

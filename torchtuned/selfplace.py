@@ -16,20 +16,23 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from torchtuned import cuda, discover
-from torchtuned.config import Config
-from torchtuned.configfiles import PROFILES, read_config
 from torchtuned.errors import Busy, Failed, HostError, TorchtunedError
 from torchtuned.host import Host
-from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, place, request_from_json
+from torchtuned.placement import Grant, Request, Rules, grant_from_json, grant_to_json, place, request_from_json
 from torchtuned.topology import Topology
 
 SCHEMA = 1
+MAIN = "/etc/torchtuned/torchtuned.conf"
+FOLDERS = (
+    *("/etc/torchtuned/conf.d", "/run/torchtuned/conf.d", "/usr/lib/torchtuned/conf.d"),
+    *("/etc/torchtuned/profiles", "/usr/share/torchtuned/profiles"),
+)
 TABLE, LOCK = "jobs.json", "lock"
 LOCK_S = 5.0
 RETRY_S = 1.0
@@ -46,10 +49,10 @@ def place_self(
     """
     host = host or Host()
     warnings: list[str] = []
-    config = _config(host, warnings)
-    rules = config.rules()
+    said = settings(host, warnings)
+    rules = said.rules
     limits = discover.limits(host, pid)
-    machine = _machine(host, config, wishes, pid)
+    machine = _machine(host, said.watch, wishes, pid)
     request = replace(request_from_json(dict(wishes)), affinity=limits.affinity or None, cpu_max=limits.cpu_max)
     if per_gpu and machine.gpus:
         request = replace(request, ranks=len(machine.gpus))
@@ -86,8 +89,8 @@ def place_self(
         "scope": "",
         "cpu_max": limits.cpu_max,
         "omp_max_gpu": rules.omp_max_gpu,
-        "limits": dict(config.jobs.limits),
-        "env_profiles": list(config.env.profiles),
+        "limits": dict(said.limits),
+        "env_profiles": list(said.env_profiles),
         "gpus_here": len(machine.gpus),
         "warnings": [*grant.warnings, *warnings],
     }
@@ -100,26 +103,64 @@ def forget(pid: int) -> None:
         table.write(table.live(host, pid), [])
 
 
-def _config(host: Host, warnings: list[str]) -> Config:
-    """The administrator's rules hold without the daemon too; a file with faults must not keep a job from starting."""
-    if not any(host.exists(folder) for folder in PROFILES):
-        return Config()  # a source tree, without the package's own files
+class Settings:
+    """The administrator's word about jobs: placement's rules, limits by name, profiles of variables, and further PCI
+    devices that count as GPUs. The defaults are those of a configuration that says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.rules = Rules()
+        self.limits: Mapping[str, str] = {}
+        self.env_profiles: Sequence[str] = ()
+        self.watch: Collection[tuple[str, str]] = ()
+
+
+def settings(host: Host, warnings: list[str]) -> Settings:
+    """The settings hold without the daemon too; a file with faults must not keep a job from starting.
+
+    Reading a configuration takes longer than placing, so it is done only where one of the files speaks of jobs.
+    """
+    found = Settings()
+    if not _speaks_of_jobs(host):
+        return found
+    from torchtuned.configfiles import read_config
+
     try:
-        return read_config(host, None)
+        config = read_config(host, None)
     except TorchtunedError as error:
         warnings.append(f"the configuration is not used: {str(error).splitlines()[0]}")
-        return Config()
+        return found
+    found.rules, found.watch = config.rules(), config.gpu.watch
+    found.limits, found.env_profiles = dict(config.jobs.limits), config.env.profiles
+    return found
 
 
-def _machine(host: Host, config: Config, wishes: Mapping[str, Any], pid: int) -> Topology:
+def _speaks_of_jobs(host: Host) -> bool:
+    """Whether any file of the configuration has a key in a section that matters here."""
+    paths = [f"{folder}/{name}" for folder in FOLDERS for name in host.list(folder) if name.endswith(".conf")]
+    for path in [MAIN, *paths]:
+        section = ""
+        try:
+            lines = host.read(path).splitlines()
+        except HostError:
+            continue
+        for line in map(str.strip, lines):
+            if line.startswith("["):
+                section = line
+            elif "=" in line and line[0] not in "#;" and (section in ("[jobs]", "[env]") or line.startswith("watch")):
+                return True
+    return False
+
+
+def _machine(host: Host, watch: Collection[tuple[str, str]], wishes: Mapping[str, Any], pid: int) -> Topology:
     """The topology with the GPUs that this process can open. NVML is asked only where the job speaks of UUIDs."""
-    machine = discover.topology(host, caller=pid, watch=config.gpu.watch)
+    machine = discover.topology(host, caller=pid, watch=watch)
     names = wishes["gpus"] if isinstance(wishes["gpus"], list) else []
     words = [*names, *str(wishes["cuda_visible_devices"] or "").split(",")]
     if machine.gpus and any(word.strip().startswith(("GPU-", "MIG-")) for word in words):
         from torchtuned.gpus import Gpus  # seldom needed, and what is imported here delays the job
 
-        machine = discover.topology(host, caller=pid, watch=config.gpu.watch, gpus=Gpus(host).facts())
+        machine = discover.topology(host, caller=pid, watch=watch, gpus=Gpus(host).facts())
     return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if _reachable(host, gpu.address)))
 
 
