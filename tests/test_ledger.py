@@ -6,7 +6,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,7 +88,11 @@ def test_a_write_that_fails_changes_nothing(path: Path) -> None:
     write(path, OTHER)
     before = path.read_text()
     ledger = Ledger(path)
-    with ledger.locked(), no_space(), pytest.raises(Failed, match=r"ledger.json: cannot write the ledger: File too large"):
+    with (
+        ledger.locked(),
+        no_space(),
+        pytest.raises(Failed, match=r"ledger.json: cannot write the ledger: File too large"),
+    ):
         ledger.save({OTHER.knob: OTHER, ENTRY.knob: ENTRY})
     assert path.read_text() == before
     assert [*ledger.entries] == [OTHER.knob]
@@ -99,7 +102,7 @@ def test_a_write_that_fails_changes_nothing(path: Path) -> None:
     assert not path.exists()
 
 
-class no_space:  # noqa: N801 - reads as the statement it stands in
+class no_space:
     """Files of this process cannot grow: the kernel refuses each write, as on a full /run."""
 
     def __enter__(self) -> None:
@@ -135,7 +138,7 @@ def test_a_damaged_ledger_is_an_error_not_an_empty_one(path: Path, text: str) ->
     path.parent.mkdir(parents=True)
     path.write_text(text)
     ledger = Ledger(path)
-    with pytest.raises(Failed, match="original values are not known.*until you remove that file"), ledger.locked():
+    with pytest.raises(Failed, match=r"original values are not known.*until you remove that file"), ledger.locked():
         raise AssertionError
     assert path.read_text() == text
 

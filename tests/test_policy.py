@@ -115,7 +115,7 @@ def entry(state: State = State.WRITTEN, *, previous: str | None = None) -> Entry
     ],
 )
 def test_an_entry_tells_whose_a_value_is(
-    current: str, state: State, outcome: Outcome, targets: tuple[str, ...], ours: bool
+    current: str, state: State, outcome: Outcome, targets: tuple[str, ...], *, ours: bool
 ) -> None:
     verdict = judge(wish(), current, entry(state), ALWAYS)
     assert (verdict.outcome, verdict.targets, verdict.ours, verdict.release) == (outcome, targets, ours, False)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from fakes.kernel import Kernel
-from fakes.policy import Desk
+from fakes.policy import Desk, by_knob, config
 from fakes.tree import make_tree
 
+from torchtuned.engine import Engine
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Outcome
@@ -24,7 +25,11 @@ def desk(tmp_path: Path, files: Mapping[str, str]) -> Desk:
 
 
 def test_the_administrators_higher_limits_stay_also_after_undo(tmp_path: Path) -> None:
-    files = {"/proc/sys/vm/max_map_count": "1048576", "/proc/sys/net/core/somaxconn": "4096", "/proc/sys/vm/swappiness": "1"}
+    files = {
+        "/proc/sys/vm/max_map_count": "1048576",
+        "/proc/sys/net/core/somaxconn": "4096",
+        "/proc/sys/vm/swappiness": "1",
+    }
     made = desk(tmp_path, files)
     rows = made.apply("[sysctl]\nvm.max_map_count = 262144\nnet.core.somaxconn = 1024\nvm.swappiness = <=10\n")
     assert {row.reason for row in rows.values()} == {"already higher", "already lower"}
@@ -235,15 +240,14 @@ def test_a_real_sysctl_there_and_back(tmp_path: Path) -> None:
     key = Path("/proc/sys/vm/page-cluster")  # how much one swap read brings; harmless for a moment
     before = key.read_text()
     wanted = "2" if before.strip() != "2" else "1"
-    made = Desk.__new__(Desk)
-    made.kernel, made.path, made.options = Host("/"), tmp_path / "ledger.json", {}  # type: ignore[assignment]
-    made.restart()
+    text, path = f"[sysctl]\nvm.page-cluster = {wanted}\n", tmp_path / "ledger.json"
     try:
-        row = made.apply(f"[sysctl]\nvm.page-cluster = {wanted}\n")["sysctl/vm.page-cluster"]
+        rows = by_knob(Engine(Host("/"), Ledger(path)).apply(config(text), jobs_active=False))
+        row = rows["sysctl/vm.page-cluster"]
         assert (row.outcome, row.current, key.read_text().strip()) == (Outcome.APPLIED, wanted, wanted)
-        made.restart()
-        assert Ledger(made.path).path.exists()
-        assert made.undo()["sysctl/vm.page-cluster"].outcome is Outcome.APPLIED
+        assert path.exists()
+        assert by_knob(Engine(Host("/"), Ledger(path)).undo())["sysctl/vm.page-cluster"].outcome is Outcome.APPLIED
         assert key.read_text() == before
+        assert not path.exists()
     finally:
         key.write_text(before)

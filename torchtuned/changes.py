@@ -7,7 +7,7 @@ values from ours.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +79,8 @@ class Changes:
         )
         rows, left = [], dict(self.ledger.entries)
         for entry in chosen:
-            row, kept = self._restore(entry)
+            cover = self._covered(entry, left)
+            row, kept = (cover, None) if cover else self._restore(entry)
             rows.append(row)
             if kept:
                 left[entry.knob] = kept
@@ -167,7 +168,10 @@ class Changes:
 
     def _afterwards(self, entry: Entry) -> tuple[Companion, ...]:
         def look() -> tuple[Companion, ...]:
-            return tuple(replace(companion, after=self.host.read(companion.path)) for companion in entry.companions)
+            return tuple(
+                companion if companion.fades else replace(companion, after=self.host.read(companion.path))
+                for companion in entry.companions
+            )
 
         try:
             return self.deadline.run(entry.knob, look) if entry.companions else ()
@@ -184,7 +188,7 @@ class Changes:
         try:
             before, after = self.deadline.run(entry.knob, lambda: self._compare_and_restore(knob, entry))
         except Hung as hung:
-            return row_of(entry, UNKNOWN, Outcome.FAILED, f"{hung.what}; undo again later"), entry
+            return row_of(entry, UNKNOWN, Outcome.FAILED, f"{hung.what}; undo again later"), _begun(entry)
         except Missing as missing:
             reason = f"nothing to give back, the device went away with its value: {missing.what}"
             return row_of(entry, UNKNOWN, Outcome.UNSUPPORTED, reason), None
@@ -207,42 +211,84 @@ class Changes:
         before = knob.read(self.host)
         ours = []
         for companion in entry.companions:
-            if self.host.exists(companion.path) and companion.after in (None, self.host.read(companion.path)):
+            if companion.fades:
+                mine = entry.ours(before) or (before == entry.original and entry.state is State.UNDOING)
+            else:
+                mine = self.host.exists(companion.path) and companion.after in (None, self.host.read(companion.path))
+            if mine:
                 ours.append(companion)
         if before == entry.original or entry.ours(before):
             knob.restore(self.host, entry, ours)
         else:
             for companion in ours:
                 if companion.apart:
-                    with contextlib.suppress(Refused):  # what the other has chosen may rule it out
+                    try:
                         self.host.write(companion.path, companion.original)
+                    except Refused as refused:
+                        if refused.errno != errno.EBUSY:  # ruled out by what the other has chosen
+                            raise
         return before, knob.read(self.host)
 
     def _once_more(self, entry: Entry, knob: Knob, now: str, outcome: Outcome, what: str) -> tuple[Row, Entry | None]:
-        entry = replace(entry, refused=entry.refused + 1)
+        entry = replace(_begun(entry), refused=entry.refused + 1)
         if entry.refused < TRIES:
             return row_of(entry, now, outcome, f"cannot give back {entry.original}: {what}; undo again later"), entry
         reason = f"gave up after {TRIES} tries to give back {entry.original}: {what}; it is in {knob.path}"
         tell(entry.knob, entry.written, now, reason, level=logging.ERROR)
         return row_of(entry, now, outcome, reason), None
 
+    def _covered(self, entry: Entry, left: dict[str, Entry]) -> Row | None:
+        """The row of a knob that a later change of another one covers up: it goes back with that one.
+
+        Such as the preference under a governor: what the machine has now is the governor's doing, not somebody's.
+        """
+        for later, place, companion in self._touching(entry, left):
+            if companion.original in (entry.written, entry.previous):
+                companions = list(later.companions)
+                companions[place] = replace(companion, original=entry.original)
+                left[later.knob] = replace(later, companions=tuple(companions))
+                now = UNKNOWN if companion.after is None else companion.after
+                return row_of(entry, now, Outcome.APPLIED, f"goes back to {entry.original} with {later.knob}")
+        return None
+
+    def _touching(self, entry: Entry, left: Mapping[str, Entry]) -> list[tuple[Entry, int, Companion]]:
+        """The later changes that have touched the file of this one, and where in their companions."""
+        path = self._path(entry)
+        order = list(self.ledger.entries)
+        return [
+            (later, place, companion)
+            for later in left.values()
+            if order.index(later.knob) > order.index(entry.knob)
+            for place, companion in enumerate(later.companions)
+            if companion.path == path
+        ]
+
     def _pass_on(self, entry: Entry, left: dict[str, Entry]) -> None:
         """A knob changed later, whose original was a side effect of this one, gets the true original."""
+        originals = {companion.path: companion.original for companion in entry.companions}
         order = list(self.ledger.entries)
         for later in list(left.values()):
-            if order.index(later.knob) > order.index(entry.knob):
-                family = self.families.get(later.knob.partition("/")[0])
-                knob = family.find(self.host, later.knob) if family else None
-                for companion in entry.companions:
-                    if knob and knob.path == companion.path:
-                        left[later.knob] = replace(later, original=companion.original)
+            path = self._path(later)
+            if path in originals and order.index(later.knob) > order.index(entry.knob):
+                left[later.knob] = replace(later, original=originals[path])
+
+    def _path(self, entry: Entry) -> str:
+        family = self.families.get(entry.knob.partition("/")[0])
+        knob = family.find(self.host, entry.knob) if family else None
+        return knob.path if knob else ""
 
     def settle(self, entries: Mapping[str, Entry]) -> None:
         """Record what has been done already. If that fails the ledger is behind, which the next start makes out."""
         try:
             self.ledger.save(entries)
         except Failed as failed:
+            self.ledger.remember(entries)
             log.error("%s", failed)
+
+
+def _begun(entry: Entry) -> Entry:
+    """The entry of a knob that may have been given back, in part or while nobody was looking."""
+    return entry if entry.state is State.DRIFTED else replace(entry, state=State.UNDOING)
 
 
 def row_of(entry: Entry, current: str, outcome: Outcome, reason: str) -> Row:

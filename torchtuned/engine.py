@@ -20,7 +20,7 @@ from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome, Row, State
-from torchtuned.survey import UNKNOWN, Case, Survey, matches
+from torchtuned.survey import UNKNOWN, Case, Survey, Wanted, matches
 from torchtuned.tunables import Family, Held
 from torchtuned.tunables.block import BlockFamily
 from torchtuned.tunables.cpu import CpuFamily
@@ -136,7 +136,7 @@ class Engine:
             wanted, absent = survey.wanted(config, only)
             rows: dict[str, Row] = {}
             if not fault:
-                rows = self._release([survey.judge(knob, wish) for knob, wish in wanted], only)
+                rows = self._release(survey, wanted, only)
                 survey.renew(self.ledger.entries, self._held_values())
             for _, group in groupby(wanted, key=lambda pair: pair[0].stage):
                 cases = [survey.judge(knob, wish) for knob, wish in group]
@@ -149,6 +149,7 @@ class Engine:
                     changed = self._hold([case for case in todo if isinstance(case.knob, Held)])
                     changed += self._changes.make([case for case in todo if not isinstance(case.knob, Held)], survey)
                 rows |= {row.knob: row for row in changed}
+                survey.pending.clear()  # what came of it shows in the knobs themselves
             for row in rows.values():
                 self._failures.pop(row.knob, None)
                 if row.outcome in DEGRADING:
@@ -200,11 +201,16 @@ class Engine:
     def _held_values(self) -> dict[str, str]:
         return {knob: value for knob, (_, value) in self._held.items()}
 
-    def _release(self, cases: Sequence[Case], only: Sequence[str] | None) -> dict[str, Row]:
-        """Give back what is wanted no longer, and forget what somebody else has now."""
-        verdicts = {case.knob.id: case.verdict for case in cases}
-        self._changes.hand_over({knob: v.reason for knob, v in verdicts.items() if v.hand_over})
+    def _release(self, survey: Survey, wanted: Wanted, only: Sequence[str] | None) -> dict[str, Row]:
+        """Give back what is wanted no longer, and forget what another tuner has now, or went away."""
+        verdicts = {knob.id: survey.judge(knob, wish).verdict for knob, wish in wanted}
         idle = {knob for knob in (*self.ledger.entries, *self._held) if matches(knob, only)} - verdicts.keys()
+        gone = {knob: verdict.reason for knob, verdict in verdicts.items() if verdict.hand_over}
+        for knob in idle:
+            owner = survey.owners.owner(knob)
+            if owner and owner.active:
+                gone[knob] = f"left to {owner.name}"
+        self._changes.hand_over(gone)
         idle |= {knob for knob, verdict in verdicts.items() if verdict.release}
         rows = self._changes.give_back(idle) + self._let_go([knob for knob in self._held if knob in idle])
         return {row.knob: row for row in rows}
@@ -264,18 +270,19 @@ class Engine:
     def _not_ours(self, name: str) -> Iterator[Row]:
         """The row of a knob that undo finds untouched."""
         family = self.families.get(name.partition("/")[0])
+        if family and (name in self.families or GLOB & set(name)):
+            return  # all of a kind, and none of them touched
         knob = family.find(self.host, name) if family else None
-        if knob is None and (family is None or not GLOB & set(name)) and name not in self.families:
+        if knob is None:
             raise NoSuchKnob(f"there is no knob {name!r}", hint="torchtuned plan lists those there are")
-        if knob:
-            try:
-                current = self._deadline.run(knob.id, partial(knob.read, self.host))
-            except Missing as missing:
-                raise NoSuchKnob(f"there is no knob {name!r} here: {missing.what}") from None
-            except (HostError, Hung):
-                current = UNKNOWN
-            reason = "not changed by torchtuned"
-            yield Row(knob=knob.id, current=current, wanted=current, outcome=Outcome.KEPT, reason=reason, source="")
+        try:
+            current = self._deadline.run(knob.id, partial(knob.read, self.host))
+        except Missing as missing:
+            raise NoSuchKnob(f"there is no knob {name!r} here: {missing.what}") from None
+        except (HostError, Hung):
+            current = UNKNOWN
+        reason = "not changed by torchtuned"
+        yield Row(knob=knob.id, current=current, wanted=current, outcome=Outcome.KEPT, reason=reason, source="")
 
 
 def _stuck(row: Row | None) -> bool:

@@ -34,6 +34,7 @@ class Ledger:
         self.boot_id = boot_id
         self._entries: dict[str, Entry] = {}
         self._seen: tuple[int, int, int] | None = None
+        self._behind = False
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -67,7 +68,7 @@ class Ledger:
 
     def save(self, entries: Mapping[str, Entry]) -> None:
         """Replace all entries, on disk first. On Failed nothing has changed, in memory or on disk."""
-        if dict(entries) == self._entries:
+        if dict(entries) == self._entries and not self._behind:
             return
         try:
             if entries:
@@ -77,7 +78,13 @@ class Ledger:
         except OSError as error:
             raise self._failed("cannot write the ledger", error) from error
         self._seen = self._stamp()
-        self._entries = dict(entries)
+        self._entries, self._behind = dict(entries), False
+
+    def remember(self, entries: Mapping[str, Entry]) -> None:
+        """Replace all entries in memory, when the disk would not take what has been done already. The next save
+        takes them along; a process that starts before that has to make out from the machine what was done.
+        """
+        self._entries, self._behind = dict(entries), True
 
     def _write(self, entries: Mapping[str, Entry]) -> None:
         document = {"version": VERSION, "boot_id": self.boot_id, "entries": [asdict(e) for e in entries.values()]}
@@ -100,6 +107,7 @@ class Ledger:
         stamp = self._stamp()
         if stamp == self._seen:
             return
+        self._behind = False
         if stamp is None:
             self._entries, self._seen = {}, None
             return

@@ -169,13 +169,15 @@ class Companion:
     """Another file that the kernel changes along with a knob, such as vm.dirty_ratio with vm.dirty_bytes.
 
     `after` is its value once the knob was written; None when that is not known. `apart`: it goes back to its original
-    even when somebody else has changed the knob itself.
+    even when somebody else has changed the knob itself. `fades`: the kernel makes up a value when the knob goes back,
+    so that there is nothing to compare with.
     """
 
     path: str
     original: str
     after: str | None = None
     apart: bool = False
+    fades: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +296,9 @@ def _judge_changed(wanted: Verdict, current: str, entry: Entry, *, reassert: boo
     unfinished = entry.state in (State.PENDING, State.UNDOING) and current == entry.original
     if unfinished or (reassert and entry.state is not State.DRIFTED):
         return replace(wanted, outcome=Outcome.APPLIED)
-    reason = (
-        f"somebody changed it after torchtuned had set {entry.written} (it was {entry.original}); "
-        "left alone: undo it to forget, then apply to set it again"
-    )
+    if current == entry.original:
+        reason = f"it is {current} again, as before torchtuned set {entry.written}"
+    else:
+        reason = f"somebody changed it after torchtuned had set {entry.written} (it was {entry.original})"
+    reason += "; left alone: undo it to forget, then apply to set it again"
     return replace(wanted, outcome=Outcome.DRIFTED, reason=reason, targets=())

@@ -16,6 +16,7 @@ from torchtuned.tunables import Family, Held, Knob
 from torchtuned.tunables.cpu import on_battery
 from torchtuned.tunables.owners import Owners
 
+Wanted = list[tuple[Knob, Wish]]
 UNKNOWN = "?"
 FORBIDDEN = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 NOT_OFFERED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP})
@@ -64,7 +65,7 @@ class Survey:
         """Take in what has been given back since, before the knobs are judged again."""
         self.entries, self.held, self.pending = entries, held, {}
 
-    def wanted(self, config: Config, only: Sequence[str] | None = None) -> tuple[list[tuple[Knob, Wish]], list[Row]]:
+    def wanted(self, config: Config, only: Sequence[str] | None = None) -> tuple[Wanted, list[Row]]:
         """The wanted knobs in the order of their writes, and rows for wishes that mean no knob here.
 
         Of two wishes for one knob the later counts.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fakes.kernel import Kernel
-
 from torchtuned.config import Config, load
 from torchtuned.engine import Engine
 from torchtuned.ledger import Ledger
-from torchtuned.policy import Row
+from torchtuned.policy import Entry, Row
 
 
 class Desk:
@@ -22,7 +21,8 @@ class Desk:
         self.restart()
 
     def restart(self) -> None:
-        self.engine = Engine(self.kernel, Ledger(self.path), **{"deadline_s": 5.0, **self.options})
+        ledger = WatchedLedger(self.path, self.kernel)
+        self.engine = Engine(self.kernel, ledger, **{"deadline_s": 5.0, **self.options})
 
     def apply(self, text: str, *, jobs: bool = True, **options: Any) -> dict[str, Row]:
         return by_knob(self.engine.apply(config(text), jobs_active=jobs, **options))
@@ -41,6 +41,24 @@ class Desk:
         ledger = Ledger(self.path)
         ledger.peek()
         return [*ledger.entries]
+
+
+class WatchedLedger(Ledger):
+    """Calls the kernel's `step` before and after each write of the file, so that a test can fail it or kill there."""
+
+    def __init__(self, path: Path, kernel: Kernel) -> None:
+        super().__init__(path)
+        self.kernel = kernel
+
+    def save(self, entries: Mapping[str, Entry]) -> None:
+        if dict(entries) == dict(self.entries) and not self._behind:
+            return
+        try:
+            self.kernel.step("before", "ledger")
+        except OSError as error:
+            raise self._failed("cannot write the ledger", error) from error
+        super().save(entries)
+        self.kernel.step("after", "ledger")
 
 
 def config(text: str) -> Config:

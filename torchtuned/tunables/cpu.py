@@ -60,7 +60,7 @@ class Governor(PolicyKnob):
             found.append(Companion(path=preference, original=host.read(preference), after=after, apart=True))
         if self.read(host) == "userspace":
             speed = f"{self.folder}/scaling_setspeed"
-            found.append(Companion(path=speed, original=host.read(speed), after="<unsupported>"))
+            found.append(Companion(path=speed, original=host.read(speed), fades=True))
         return tuple(found)
 
 

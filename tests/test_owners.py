@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes.kernel import EPP, Kernel, policy
+from fakes.policy import Desk
+
+from torchtuned.policy import Outcome
+from torchtuned.tunables.owners import PPD, UNITS, Owners
+
+KNOBS = (
+    "cpu/policy0/governor", f"cpu/policy0/{EPP}", "cpu/boost", "cpu/min_perf_pct", "cpu/platform_profile",
+    "latency/cpu_dma_latency", "sysctl/vm.swappiness", "memory/transparent_hugepage", "block/sda/scheduler",
+    "gpu/0000:01:00.0/power_control", "gpu/0000:01:00.0/persistence_mode",
+)  # fmt: skip
+OWNED = {
+    "tuned.service": KNOBS[:9],
+    "tlp.service": (*KNOBS[:5], "block/sda/scheduler", "gpu/0000:01:00.0/power_control"),
+    "auto-cpufreq.service": KNOBS[:5],
+    "cpupower.service": KNOBS[:5],
+    "cpufrequtils.service": KNOBS[:1],
+    "system76-power.service": KNOBS[:5],
+    PPD: (f"cpu/policy0/{EPP}", "cpu/platform_profile"),
+}
+
+
+def test_every_tuner_is_in_the_table_here() -> None:
+    assert set(UNITS) == set(OWNED)
+
+
+@pytest.mark.parametrize("unit", OWNED)
+def test_an_active_tuner_owns_its_family_and_nothing_else(unit: str) -> None:
+    for name in (unit, unit.removesuffix(".service")):
+        owners = Owners(Kernel({}), [name])
+        assert [knob for knob in KNOBS if owners.owner(knob)] == [*OWNED[unit]]
+    assert not [knob for knob in KNOBS if Owners(Kernel({}), ["cron.service"]).owner(knob)]
+
+
+def test_power_profiles_daemon_owns_the_governor_only_where_it_drives_the_cpu() -> None:
+    def owned(kernel: Kernel) -> list[str]:
+        return [knob for knob in KNOBS[:4] if Owners(kernel, [PPD]).owner(knob)]
+
+    assert owned(Kernel(policy(0, "acpi-cpufreq"))) == [f"cpu/policy0/{EPP}"]
+    assert owned(Kernel(policy(0, "intel_pstate", epp="power"))) == [*KNOBS[:4]]
+
+
+def test_tuned_is_named_and_left_alone_and_the_rest_still_works(tmp_path: Path) -> None:
+    files = {"/proc/sys/vm/swappiness": "60", "/sys/bus/pci/devices/0000:01:00.0/power/control": "auto"}
+    files |= {
+        f"/sys/bus/pci/devices/0000:01:00.0/{name}": text
+        for name, text in (("vendor", "0x10de"), ("class", "0x030200"))
+    }
+    made = Desk(Kernel({**files, **policy(0, "acpi-cpufreq")}), tmp_path)
+    text = "[cpu]\ngovernor = performance\n[sysctl]\nvm.swappiness = 10\n[gpu]\npower_control = on\n"
+    rows = made.apply(text, tuners=["tuned.service"])
+    for knob in ("cpu/policy0/governor", "sysctl/vm.swappiness"):
+        assert (rows[knob].outcome, rows[knob].reason, rows[knob].source) == (
+            Outcome.FOREIGN, "left to TuneD", "tuned.service",
+        )  # fmt: skip
+    assert rows["gpu/0000:01:00.0/power_control"].outcome is Outcome.APPLIED
+    assert [path for path, _ in made.kernel.writes] == ["/sys/bus/pci/devices/0000:01:00.0/power/control"]
+
+
+def test_a_tuner_that_comes_later_is_handed_the_knob_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Desk(Kernel({"/proc/sys/vm/swappiness": "60"}), tmp_path)
+    text = "[sysctl]\nvm.swappiness = 10\n"
+    made.apply(text)
+    caplog.set_level("INFO")
+    assert made.apply(text, tuners=["tuned"])["sysctl/vm.swappiness"].outcome is Outcome.FOREIGN
+    assert made.kernel.files["/proc/sys/vm/swappiness"] == "10"  # it may be TuneD's own by now
+    assert made.ledger() == []
+    assert "left to TuneD; it was 60 before torchtuned" in caplog.text
+
+
+def test_what_is_kept_is_not_called_foreign_for_the_administrators_sake(tmp_path: Path) -> None:
+    made = Desk(Kernel({"/proc/sys/vm/swappiness": "60", "/etc/sysctl.d/a.conf": "vm.swappiness=60"}), tmp_path)
+    assert made.plan("[sysctl]\nvm.swappiness = keep\n")["sysctl/vm.swappiness"].outcome is Outcome.KEPT
