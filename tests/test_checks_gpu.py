@@ -42,6 +42,11 @@ HEALTHY: Mapping[str, str] = {
     "sys/devices/system/node/node0/cpulist": "0-15\n",
 }
 Make = Callable[..., FakeGpus]
+FAMILY = [
+    code
+    for code, check in REGISTRY.items()
+    if check.run.__module__ in (checks.driver.__name__, checks.gpu.__name__, checks.xid.__name__)
+]
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def check(fake: FakeGpus, *codes: str, ours: tuple[str, ...] = ()) -> tuple[list[Finding], list[Unchecked]]:
     host = Host(fake.root)
-    return run_checks(host, Gpus(host, python=nvml.interpreter(), deadline_s=2.0), codes or None, ours=ours)
+    return run_checks(host, Gpus(host, python=nvml.interpreter(), deadline_s=2.0), codes or FAMILY, ours=ours)
 
 
 def only(fake: FakeGpus, code: str, **options: tuple[str, ...]) -> Finding:
@@ -86,7 +91,7 @@ def test_a_healthy_machine(make: Make) -> None:
 def test_no_gpu_nothing_to_say(tmp_path: Path) -> None:
     (tmp_path / "sys").mkdir()
     host = Host(tmp_path)
-    assert run_checks(host, Gpus(host)) == ([], [])
+    assert run_checks(host, Gpus(host), FAMILY) == ([], [])
 
 
 def test_tt001_nouveau(make: Make) -> None:
@@ -410,7 +415,7 @@ def test_tt016_locality_unknown(make: Make) -> None:
 def test_without_nvml_the_files_still_speak(make: Make) -> None:
     fake = make({"dev/nvidia-uvm": None}, memory_used=GIB)
     host = Host(fake.root)
-    findings, unchecked = run_checks(host, Gpus(host, python=nvml.interpreter("")))
+    findings, unchecked = run_checks(host, Gpus(host, python=nvml.interpreter("")), FAMILY)
     assert [finding.code for finding in findings] == ["TT004"]
     assert {item.code for item in unchecked} >= {"TT005", "TT006", "TT007", "TT008", "TT014", "TT015"}
     assert any("python3-pynvml" in item.because for item in unchecked)

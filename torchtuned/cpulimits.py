@@ -61,6 +61,18 @@ def cpuset_of_folder(host: Host) -> tuple[CpuSet | None, CpuSet | None]:
     return _cpuset(host, _mounts(host), _places(host, "/proc/self"))
 
 
+def folders(host: Host, process: str, controller: str) -> list[str]:
+    """The cgroup folders of a process ("/proc/self"), its own first and the root last, in the hierarchy that has the
+    controller; none where that is not mounted.
+    """
+    places = _places(host, process)
+    for mount in sorted(_mounts(host), key=lambda mount: mount.kind == "cgroup2"):
+        if mount.kind == "cgroup2" or controller in mount.controllers:
+            place = places.get("" if mount.kind == "cgroup2" else controller)
+            return list(_climb(mount, place)) if place else []
+    return []
+
+
 def _status(host: Host, process: str) -> dict[str, CpuSet]:
     status = _text(host, f"{process}/status")
     found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):[ \t]*([0-9,-]*)$", status, re.MULTILINE)

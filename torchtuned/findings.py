@@ -29,7 +29,7 @@ class Action(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One fault of one thing. `title` names it, `evidence` is what was seen (values, addresses), `cost` what it does
-    to training, `fix` the way out, `source` where the rule comes from."""
+    to training, `fix` the way out, `source` where the rule comes from, `job` the id of the job that it concerns."""
 
     code: str
     severity: Severity
@@ -39,9 +39,11 @@ class Finding:
     cost: str
     fix: str
     source: str
+    job: str = ""
 
     def document(self) -> dict[str, str]:
-        """As `torchtuned check --json` and D-Bus have it; `action` is called "class" there."""
+        """As `torchtuned check --json` and D-Bus have it; `action` is called "class" there, "job" is left out when
+        the finding is about the host."""
         return {
             "code": self.code,
             "severity": str(self.severity),
@@ -51,7 +53,7 @@ class Finding:
             "cost": self.cost,
             "fix": self.fix,
             "source": self.source,
-        }
+        } | ({"job": self.job} if self.job else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import Missing, Refused, Unreadable
@@ -18,6 +19,18 @@ from torchtuned.errors import Missing, Refused, Unreadable
 # ESRCH and ENODEV: the process or device went away between open and read, which is the same as not being there
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESRCH, errno.ENODEV, errno.ENXIO, errno.ELOOP})
 _CHUNK = 65536
+SPACE = (
+    "/.torchtuned/space"  # in a folder: what statvfs(3) said, a line for each file system: PATH TOTAL FREE INODES FREE
+)
+
+
+class Space(NamedTuple):
+    """Room on a file system, in bytes and in files; `free` is what users may still take, `files` 0 where unlimited."""
+
+    total: int
+    free: int
+    files: int = 0
+    files_free: int = 0
 
 
 class Host:
@@ -83,6 +96,22 @@ class Host:
             return os.stat(self._prefix + path)
         except OSError as error:
             raise self._unread(path, error) from None
+
+    def space(self, path: str) -> Space:
+        """The room on the file system of a path. In a folder only what its file SPACE says of exactly that path.
+        Missing, Unreadable.
+        """
+        if self.real:
+            try:
+                told = os.statvfs(path)
+            except OSError as error:
+                raise self._unread(path, error) from None
+            return Space(told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize, told.f_files, told.f_favail)
+        lines = (line.rsplit(" ", 4) for line in self.read(SPACE).splitlines())
+        found = next((Space(*map(int, numbers)) for name, *numbers in lines if name == path), None)
+        if found is None:
+            raise Missing("no such file system", where=path)
+        return found
 
     def link(self, path: str) -> str:
         """What a symbolic link says, unresolved. Missing (also when it is no link), Unreadable."""

@@ -139,6 +139,7 @@ FIELDS: dict[str, Callable[[Any, Any], Any]] = {
     "link": lambda n, g: [int(n.nvmlDeviceGetCurrPcieLinkGeneration(g)), int(n.nvmlDeviceGetCurrPcieLinkWidth(g))],
     "link_max": lambda n, g: [int(n.nvmlDeviceGetMaxPcieLinkGeneration(g)), int(n.nvmlDeviceGetMaxPcieLinkWidth(g))],
     "fabric": fabric,
+    "compute_capability": lambda n, g: [int(part) for part in n.nvmlDeviceGetCudaComputeCapability(g)],
 }
 
 

@@ -5,26 +5,62 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 
-from torchtuned.checks import driver, gpu, xid  # each registers its checks
-from torchtuned.checks.registry import REGISTRY, Check, Machine, run_all
+from torchtuned.checks import (  # each registers its checks
+    cgroups,
+    container,
+    cudause,
+    dataset,
+    desktop,
+    driver,
+    gpu,
+    kernel,
+    limits,
+    memory,
+    network,
+    power,
+    storage,
+    upgrades,
+    wheel,
+    xid,
+)
+from torchtuned.checks.registry import REGISTRY, Check, Machine, Running, run_all
 from torchtuned.errors import InvalidRequest
 from torchtuned.findings import Finding, Unchecked
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 
-__all__ = ["REGISTRY", "Check", "Machine", "driver", "gpu", "run_checks", "xid"]
+FAMILIES = (
+    *(cgroups, container, cudause, dataset, desktop, driver, gpu, kernel, limits, memory, network, power, storage),
+    *(upgrades, wheel, xid),
+)
+
+__all__ = ["FAMILIES", "REGISTRY", "Check", "Machine", "Running", "driver", "find", "gpu", "run_checks", "xid"]
+
+
+def find(code: str) -> Check:
+    """The check of a code, in either case. InvalidRequest with the nearest one when there is none."""
+    found = REGISTRY.get(code.upper())
+    if found is None:
+        near = difflib.get_close_matches(code.upper(), REGISTRY, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {min(REGISTRY)} to {max(REGISTRY)}"
+        raise InvalidRequest(f"no check {code}", hint=hint)
+    return found
 
 
 def run_checks(
-    host: Host, gpus: Gpus, only: Sequence[str] | None = None, *, ours: Collection[str] = ()
+    host: Host,
+    gpus: Gpus,
+    only: Sequence[str] | None = None,
+    *,
+    ours: Collection[str] = (),
+    caller: bool = True,
+    jobs: Sequence[Running] | None = (),
+    python: str | None = None,
+    data: str | None = None,
 ) -> tuple[list[Finding], list[Unchecked]]:
-    """Run all checks, or `only` those codes. `ours` are the knobs that torchtuned has set itself.
+    """Run all checks, or `only` those codes. The arguments after it are those of Machine.
 
     Blocks (files, NVML, the journal): keep it off an event loop. InvalidRequest for a code that there is not.
     """
-    for code in only or ():
-        if code not in REGISTRY:
-            near = difflib.get_close_matches(code, REGISTRY, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {min(REGISTRY)} to {max(REGISTRY)}"
-            raise InvalidRequest(f"no check {code}", hint=hint)
-    return run_all(Machine(host, gpus, ours), REGISTRY if only is None else set(only))
+    machine = Machine(host, gpus, ours, caller=caller, jobs=jobs, python=python, data=data)
+    return run_all(machine, REGISTRY if only is None else {find(code).code for code in only})

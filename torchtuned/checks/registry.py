@@ -1,21 +1,25 @@
 """How a family of checks adds itself, and what its checks get to look at.
 
-A family is a module of this folder whose functions carry @check(CODE, TITLE); checks/__init__.py imports it, and that
-is all. A check takes the Machine and yields Findings and Unchecked, nothing when all is well. What it cannot read it
-may let rise: a HostError becomes an Unchecked. Its docstring is what `--explain CODE` shows.
+A family is a module of this folder whose functions carry @check(CODE, TITLE) or @rule(CODE, TITLE, ...);
+checks/__init__.py imports it, and that is all. A check takes the Machine and yields Findings and Unchecked, a rule Seen
+and Unseen, nothing when all is well. What it cannot read it may let rise: a HostError becomes an Unchecked. Its
+docstring is what `--explain CODE` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 
+from torchtuned import discover
+from torchtuned.cpuset import CpuSet
 from torchtuned.errors import HostError, Missing
-from torchtuned.findings import Finding, Unchecked
+from torchtuned.findings import Action, Finding, Severity, Unchecked
 from torchtuned.gpus import Gpus, Reading
 from torchtuned.host import Host
 from torchtuned.nvidia import Function, functions
+from torchtuned.topology import Topology
 
 HEALTH = (
     "name",
@@ -37,15 +41,46 @@ HEALTH = (
     "link",
     "link_max",
     "fabric",
+    "compute_capability",
+    "processes",
+    "memory",
 )
 Result = Iterable[Finding | Unchecked]
 
 
-class Machine:
-    """What checks look at. `ours`: ids of knobs that torchtuned has set itself, which are no leftovers."""
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A job that runs: its leader's process and user ids, and what it was given."""
 
-    def __init__(self, host: Host, gpus: Gpus, ours: Collection[str] = ()) -> None:
+    id: str
+    pid: int
+    uid: int
+    cpus: CpuSet = frozenset()
+    gpus: tuple[str, ...] = ()
+    scope: str = ""
+
+
+class Machine:
+    """What checks look at. `ours`: ids of knobs that torchtuned has set itself, which are no leftovers.
+
+    `caller`: the process that asks, /proc/self, is a user's own, whose limits and place are worth a look; the daemon's
+    are not. `jobs` are torchtuned's, None where nobody could say. `python` and `data` are paths that a person named.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        gpus: Gpus,
+        ours: Collection[str] = (),
+        *,
+        caller: bool = True,
+        jobs: Sequence[Running] | None = (),
+        python: str | None = None,
+        data: str | None = None,
+    ) -> None:
         self.host, self.gpus, self.ours = host, gpus, ours
+        self.caller, self.jobs_known, self.python, self.data = caller, jobs is not None, python, data
+        self.jobs = tuple(jobs or ())
 
     @cached_property
     def functions(self) -> tuple[Function, ...]:
@@ -62,6 +97,42 @@ class Machine:
         """What NVML says of every GPU that runs on the nvidia driver, asked once."""
         return self.gpus.read([card.address for card in self.cards if card.driver == "nvidia"], HEALTH)
 
+    @cached_property
+    def topology(self) -> Topology:
+        """CPUs, nodes, and GPUs with what the driver knows of them."""
+        return discover.topology(self.host, gpus=self.gpus.facts())
+
+    @cached_property
+    def parents(self) -> Mapping[int, int]:
+        """The parent of every process that can be seen."""
+        found = {}
+        for name in self.host.list("/proc"):
+            if name.isdigit() and (stat := self.text(f"/proc/{name}/stat")):
+                found[int(name)] = int(stat.rpartition(")")[2].split()[1])  # the name in brackets may hold anything
+        return found
+
+    def family(self, pid: int) -> list[int]:
+        """A process and all that descend from it, itself first."""
+        found = [pid] if pid in self.parents else []
+        for member in found:
+            found += [child for child, parent in self.parents.items() if parent == member]
+        return found
+
+    def workers(self) -> Iterator[tuple[int, str]]:
+        """The processes that train, as far as anybody can tell, each with its job's id or "": those of torchtuned's
+        jobs, and those that compute on a GPU.
+        """
+        seen = set()
+        for job in self.jobs:
+            for pid in self.family(job.pid):
+                seen.add(pid)
+                yield pid, job.id
+        for reading in self.readings.values():
+            for pid, _ in reading.values.get("processes", ()):
+                if pid not in seen and pid in self.parents:
+                    seen.add(pid)
+                    yield pid, ""
+
     def text(self, path: str) -> str:
         """A file's text, "" where there is none. Unreadable."""
         try:
@@ -69,14 +140,23 @@ class Machine:
         except Missing:
             return ""
 
+    def number(self, path: str) -> int | None:
+        """A file's number, None where there is no such file. Unreadable."""
+        try:
+            return self.host.read_int(path)
+        except Missing:
+            return None
+
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `run` may yield any number of findings, all with this code."""
+    """One check. `run` may yield any number of findings, all with this code. `source` is "" where it differs."""
 
     code: str
     title: str
     run: Callable[[Machine], Result]
+    source: str = ""
+    cost: str = ""
 
     @property
     def explanation(self) -> str:
@@ -95,6 +175,67 @@ def check(code: str, title: str) -> Callable[[Callable[[Machine], Result]], Call
             raise ValueError(f"{code} is taken by {REGISTRY[code].title!r}")
         REGISTRY[code] = Check(code, title, run)
         return run
+
+    return add
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a rule saw, and the way out. The rest is the rule's own where it is left empty."""
+
+    evidence: str
+    fix: str
+    title: str = ""
+    cost: str = ""
+    severity: Severity | None = None
+    action: Action | None = None
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A rule that could not look, and why."""
+
+    because: str
+
+
+Rule = Callable[[Machine], Iterable[Seen | Unseen]]
+UNMEASURED = "unmeasured"
+
+
+def rule(
+    code: str, title: str, *, severity: Severity, action: Action, cost: str, source: str, jobs: bool = False
+) -> Callable[[Rule], Rule]:
+    """Register the function as a check that says only what it saw; severity, class, cost and source are the rule's.
+
+    `jobs`: it looks at running jobs, so it is unchecked where those are not known.
+    """
+
+    def add(look: Rule) -> Rule:
+        @wraps(look)
+        def run(machine: Machine) -> Result:
+            if jobs and not machine.jobs_known:
+                yield Unchecked(code=code, because="torchtunedd does not answer, so its jobs are not known")
+            for item in look(machine):
+                if isinstance(item, Unseen):
+                    yield Unchecked(code=code, because=item.because)
+                    continue
+                yield Finding(
+                    code=code,
+                    severity=item.severity or severity,
+                    action=item.action or action,
+                    title=item.title or title,
+                    evidence=item.evidence,
+                    cost=item.cost or cost,
+                    fix=item.fix,
+                    source=source,
+                    job=item.job,
+                )
+
+        if code in REGISTRY:
+            raise ValueError(f"{code} is taken by {REGISTRY[code].title!r}")
+        REGISTRY[code] = Check(code, title, run, source, cost)
+        return look
 
     return add
 

@@ -126,6 +126,13 @@ def address(text: str) -> str:
 
 def kernel_log(host: Host) -> Iterator[str]:
     """The NVIDIA driver's kernel messages of this boot. Missing when no kernel message can be read."""
+    for line in kernel_lines(host):
+        if not host.real or line.startswith("NVRM"):
+            yield line
+
+
+def kernel_lines(host: Host) -> Iterator[str]:
+    """The kernel's messages of this boot. Missing when none can be read."""
     if not host.real:
         yield from host.read(LOG).splitlines()
         return
@@ -139,7 +146,7 @@ def kernel_log(host: Host) -> Iterator[str]:
         any_seen = False
         for entry in reader:
             any_seen = True
-            if isinstance(message := entry.get("MESSAGE"), str) and message.startswith("NVRM"):
+            if isinstance(message := entry.get("MESSAGE"), str):
                 yield message
     if not any_seen:
         raise Missing("no kernel messages in the journal, or not for this user (group adm)", where="journal")

@@ -50,6 +50,8 @@ A100: Mapping[str, object] = {
     "fabric_state": 0,
     "mig_current": 0,
     "affinity": "ff",
+    "capability_major": 8,
+    "capability_minor": 0,
 }
 
 

@@ -288,6 +288,17 @@ CLOCK_GETTER(nvmlDeviceGetMaxClockInfo, "sm_clock_max")
 CLOCK_GETTER(nvmlDeviceGetApplicationsClock, "app_clock")
 CLOCK_GETTER(nvmlDeviceGetDefaultApplicationsClock, "app_clock_default")
 
+int nvmlDeviceGetCudaComputeCapability(Device d, int *major, int *minor)
+{
+    ull a, b;
+    ENTER(d);
+    TRY(number(d, "capability_major", &a));
+    TRY(number(d, "capability_minor", &b));
+    *major = (int)a;
+    *minor = (int)b;
+    return OK;
+}
+
 int nvmlDeviceGetPowerManagementLimitConstraints(Device d, uint *low, uint *high)
 {
     ull a, b;

@@ -1,0 +1,129 @@
+"""Sessions and sleep: what a desktop or a logout does to a job that runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torchtuned.checks.files import masked, setting, uid, unit_of, unit_runs, user_name, yes
+from torchtuned.checks.registry import Machine, Seen, Unseen, rule
+from torchtuned.findings import Action, Severity
+
+SLEEPERS = ("sleep.target", "suspend.target")
+GDM = ("gdm.service", "gdm3.service")
+PARAMS = "/proc/driver/nvidia/params"
+LINGER = "/var/lib/systemd/linger"
+
+
+@rule(
+    "TT046",
+    "the host goes to sleep when nobody is at it",
+    severity=Severity.WARNING,
+    action=Action.JOB,
+    cost="training stops, and after waking CUDA may fail with 'unknown error' until the next boot",
+    source="pytorch/pytorch#88639, pytorch/pytorch#43281",
+)
+def suspend(machine: Machine) -> Iterator[Seen | Unseen]:
+    """logind's IdleAction and lid, and GDM, whose login screen suspends after 20 minutes on mains too, whoever works
+    over ssh. torchtuned holds an inhibitor while its jobs run; other jobs have none."""
+    if any(masked(machine, unit) for unit in SLEEPERS):
+        return
+    causes = []
+    action, where = setting(machine, "logind.conf", "IdleAction")
+    if action not in ("", "ignore", "lock"):
+        causes.append(f"{where}: IdleAction={action}")
+    if machine.host.list("/proc/acpi/button/lid") and machine.cards:
+        lid, where = setting(machine, "logind.conf", "HandleLidSwitch")
+        if lid in ("", "suspend", "hibernate"):
+            causes.append(
+                f"the lid suspends ({where or 'logind.conf'}: HandleLidSwitch={lid or 'suspend, the default'})"
+            )
+    if any(unit_runs(machine, unit) for unit in GDM) and not _gdm_stays_awake(machine):
+        causes.append("GDM runs, and nothing under /etc/gdm3 or /etc/dconf turns its suspend after 20 minutes off")
+    if causes:
+        yield Seen(
+            evidence="; ".join(causes),
+            fix="start jobs with torchtuned-run ([session] inhibit = sleep idle), or for good:"
+            " systemctl mask sleep.target suspend.target hibernate.target",
+        )
+
+
+def _gdm_stays_awake(machine: Machine) -> bool:
+    paths = ["/etc/gdm3/greeter.dconf-defaults"]
+    for folder in ("/etc/dconf/db/gdm.d", "/etc/dconf/db/local.d"):
+        paths += [f"{folder}/{name}" for name in machine.host.list(folder)]
+    text = "\n".join(machine.text(path) for path in paths)
+    return bool(re.search(r"^\s*sleep-inactive-ac-(type\s*=\s*'(nothing|blank)'|timeout\s*=\s*0)", text, re.MULTILINE))
+
+
+@rule(
+    "TT047",
+    "GPU memory is lost when the host sleeps",
+    severity=Severity.NOTICE,
+    action=Action.ASK,
+    cost="programs on the GPU do not survive a suspend",
+    source="pytorch/pytorch#49081",
+)
+def video_memory(machine: Machine) -> Iterator[Seen | Unseen]:
+    """NVreg_PreserveVideoMemoryAllocations of the driver, on a host that has been suspended in this boot. Hosts that
+    never sleep need nothing."""
+    params = machine.text(PARAMS)
+    slept = machine.number("/sys/power/suspend_stats/success") or 0
+    if slept and re.search(r"^PreserveVideoMemoryAllocations: 0", params, re.MULTILINE):
+        yield Seen(
+            evidence=f"{PARAMS}: PreserveVideoMemoryAllocations: 0; the host slept {slept} times since boot",
+            fix="echo 'options nvidia NVreg_PreserveVideoMemoryAllocations=1' > /etc/modprobe.d/nvidia-sleep.conf;"
+            " systemctl enable nvidia-suspend nvidia-resume; update-initramfs -u",
+        )
+
+
+@rule(
+    "TT048",
+    "logging out deletes the shared memory of running jobs",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="a job in tmux or nohup crashes in its DataLoader workers when its user's last session ends",
+    source="mlcommons/storage#447",
+)
+def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
+    """logind's RemoveIPC (on by default) for users who do not linger. System users (below 1000) are spared, and so is
+    a job in a unit of the system's. Looked at for the caller and for each running job."""
+    if not unit_runs(machine, "systemd-logind.service"):
+        return
+    value, where = setting(machine, "logind.conf", "RemoveIPC")
+    if value and not yes(value):
+        return
+    people: list[tuple[int | None, str, str]] = [(job.uid, str(job.pid), job.id) for job in machine.jobs]
+    if machine.caller:
+        people.append((uid(machine), "self", ""))
+    for number, process, job in people:
+        unit = unit_of(machine, process)
+        outlives = unit.endswith(".service") and not unit.startswith("user@")
+        if number is None or number < 1000 or outlives or not unit:
+            continue
+        name = user_name(machine, number)
+        if not machine.host.exists(f"{LINGER}/{name}"):
+            yield Seen(
+                evidence=f"{where or 'logind.conf'}: RemoveIPC={value or 'yes, the default'};"
+                f" {LINGER}/{name} is not there; process in {unit}",
+                fix=f"loginctl enable-linger {name}",
+                job=job,
+            )
+
+
+@rule(
+    "TT049",
+    "logging out kills running jobs",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="nohup, screen and tmux do not help: the job ends with its session",
+    source="systemd/systemd#8486",
+)
+def kill_processes(machine: Machine) -> Iterator[Seen | Unseen]:
+    """logind's KillUserProcesses, which Debian leaves off: it ends whatever a user left running, tmux and all."""
+    value, where = setting(machine, "logind.conf", "KillUserProcesses")
+    if yes(value):
+        yield Seen(
+            evidence=f"{where}: KillUserProcesses={value}",
+            fix="systemd-run --user --scope with linger (loginctl enable-linger), or KillUserProcesses=no",
+        )

@@ -1,0 +1,198 @@
+"""Small readers that several families of checks share: limits, mounts, settings of systemd and apt, units.
+
+All of it is read from files, so that it works on a folder too, and without a bus.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtuned.checks.registry import Machine
+from torchtuned.errors import HostError, Missing
+
+UNLIMITED = 2**63
+UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
+SLICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice", "/sys/fs/cgroup/unified/system.slice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """A mounted file system, as /proc/PID/mountinfo tells. `options` are the file system's own, such as size=64m."""
+
+    point: str
+    device: str
+    kind: str
+    source: str
+    options: tuple[str, ...]
+
+    def option(self, name: str) -> str:
+        """The value of "name=value", "" without one."""
+        return next((text.partition("=")[2] for text in self.options if text.startswith(f"{name}=")), "")
+
+
+def mounts(machine: Machine, process: str) -> list[Mount]:
+    """What a process ("self", "1", a pid) sees mounted, in the order of mounting. Missing, Unreadable."""
+    found = []
+    for line in machine.host.read(f"/proc/{process}/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        words, (kind, source, options) = left.split(), right.split()[:3]
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), words[4])
+        found.append(Mount(point=point, device=words[2], kind=kind, source=source, options=tuple(options.split(","))))
+    return found
+
+
+def mount_of(found: list[Mount], path: str) -> Mount | None:
+    """The file system that a path lies on: the longest mount point above it, and of several there the last."""
+    best = None
+    for mount in found:
+        inside = mount.point == "/" or path == mount.point or path.startswith(mount.point + "/")
+        if inside and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+def amount(text: str) -> int:
+    """Bytes of "65536k", "64m", "1g" or "4096"; 0 when it is none of these."""
+    match = re.fullmatch(r"(\d+)([kmgt]?)", text.lower())
+    return int(match[1]) << 10 * " kmgt".index(match[2] or " ") if match else 0
+
+
+def size(number: float) -> str:
+    """Bytes for people: "64 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB" if number < 1000 else f"{number:.0f} TiB"
+
+
+def memory(machine: Machine) -> dict[str, int]:
+    """/proc/meminfo in bytes. Missing, Unreadable."""
+    found = re.findall(r"^(\S+):\s+(\d+)", machine.host.read("/proc/meminfo"), re.MULTILINE)
+    return {name: int(kib) << 10 for name, kib in found}
+
+
+def limit(machine: Machine, process: str, name: str) -> tuple[int, int]:
+    """The soft and hard limit that /proc/PID/limits has under a name ("open files"). Missing, Unreadable."""
+    path = f"/proc/{process}/limits"
+    match = re.search(rf"^Max {re.escape(name)}\s+(\S+)\s+(\S+)", machine.host.read(path), re.MULTILINE)
+    if not match:
+        raise Missing(f"no limit on {name}", where=path)
+    soft, hard = (UNLIMITED if text == "unlimited" else int(text) for text in match.groups())
+    return soft, hard
+
+
+def environment(machine: Machine, process: str) -> dict[str, str]:
+    """The environment that a process was started with. Missing, Unreadable (another user's)."""
+    pairs = (entry.partition("=") for entry in machine.host.read(f"/proc/{process}/environ").split("\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
+def setting(machine: Machine, file: str, key: str) -> tuple[str, str]:
+    """The value of a key in a file of systemd's ("logind.conf"), and the file that has it; "" for the default."""
+    drop_ins: dict[str, str] = {}
+    for folder in ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd"):
+        for name in machine.host.list(f"{folder}/{file}.d"):
+            if name.endswith(".conf"):
+                drop_ins[name] = f"{folder}/{file}.d/{name}"
+    main = [f"{folder}/{file}" for folder in ("/usr/lib/systemd", "/etc/systemd")]
+    value, source = "", ""
+    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
+        for found in re.findall(rf"^[ \t]*{key}[ \t]*=[ \t]*(.*)$", machine.text(path), re.MULTILINE):
+            value, source = found.strip(), path
+    return value, source
+
+
+def yes(text: str) -> bool:
+    """A truth value as systemd and apt write them."""
+    return text.strip().strip('"').lower() in ("1", "yes", "true", "on")
+
+
+def unit_runs(machine: Machine, unit: str) -> bool:
+    """Whether a system unit has a cgroup, which is so while it runs."""
+    return any(machine.host.exists(f"{folder}/{unit}") for folder in SLICES)
+
+
+def unit_enabled(machine: Machine, unit: str) -> bool:
+    """Whether something starts the unit at boot, and it is not masked."""
+    for folder in UNIT_FOLDERS:
+        try:
+            if machine.host.link(f"{folder}/{unit}") == "/dev/null":
+                return False
+        except HostError:
+            pass
+    return any(
+        unit in machine.host.list(f"{folder}/{wants}")
+        for folder in UNIT_FOLDERS
+        for wants in machine.host.list(folder)
+        if wants.endswith((".wants", ".requires"))
+    )
+
+
+def masked(machine: Machine, unit: str) -> bool:
+    """Whether the unit is a link to /dev/null."""
+    for folder in UNIT_FOLDERS[:2]:
+        try:
+            if machine.host.link(f"{folder}/{unit}") == "/dev/null":
+                return True
+        except HostError:
+            continue
+    return False
+
+
+def apt(machine: Machine) -> str:
+    """All of apt's configuration, without comments."""
+    folder = "/etc/apt/apt.conf.d"
+    names = [f"{folder}/{name}" for name in machine.host.list(folder) if "." not in name or name.endswith(".conf")]
+    text = "\n".join(machine.text(path) for path in ["/etc/apt/apt.conf", *names])
+    return re.sub(r"/\*.*?\*/|(?<!:)//.*?$|^\s*#.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def apt_value(text: str, key: str) -> str:
+    """The last value of a key ("Unattended-Upgrade::Automatic-Reboot") in apt's configuration, "" without one."""
+    found = re.findall(rf"{re.escape(key)}\s+\"([^\"]*)\"", text)
+    return str(found[-1]) if found else ""
+
+
+def uid(machine: Machine) -> int | None:
+    """The user id of the process that asks."""
+    match = re.search(r"^Uid:\s+(\d+)", machine.text("/proc/self/status"), re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def user_name(machine: Machine, uid: int) -> str:
+    """The name of a user in /etc/passwd, else the number."""
+    for line in machine.text("/etc/passwd").splitlines():
+        fields = line.split(":")
+        if len(fields) > 2 and fields[2] == str(uid):
+            return fields[0]
+    return str(uid)
+
+
+def unit_of(machine: Machine, process: str) -> str:
+    """The innermost systemd unit that a process belongs to, "" where its cgroup names none."""
+    places = re.findall(r"^(?:0:|\d+:name=systemd):(/.*)$", machine.text(f"/proc/{process}/cgroup"), re.MULTILINE)
+    units = [part for place in places[:1] for part in place.split("/") if part.endswith((".service", ".scope"))]
+    return units[-1] if units else ""
+
+
+def process_name(machine: Machine, pid: int) -> str:
+    """A process for people: its number and name."""
+    name = machine.text(f"/proc/{pid}/comm")
+    return f"{pid} ({name})" if name else str(pid)
+
+
+def settings_lines(machine: Machine, paths: list[str], pattern: str) -> Iterator[tuple[str, str]]:
+    """The lines of some files that match, each with FILE:LINE. Files that are not there are passed over."""
+    for path in paths:
+        for number, line in enumerate(machine.text(path).splitlines(), 1):
+            if re.search(pattern, line):
+                yield f"{path}:{number}", line.strip()
+
+
+def basename(path: str) -> str:
+    """The last part of a path or link."""
+    return posixpath.basename(path)

@@ -1,0 +1,203 @@
+"""Clocks and sleep of CPUs and GPUs, and who else sets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtuned.checks.files import unit_runs
+from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
+from torchtuned.cpuset import format_list, parse_list
+from torchtuned.findings import Action, Severity
+from torchtuned.nvidia import PCI
+from torchtuned.tunables.cpu import CPUFREQ, EPP, PLATFORM, on_battery, policies
+from torchtuned.tunables.owners import PPD, TUNERS
+
+ACTIVE = ("intel_pstate", "amd-pstate-epp")  # their powersave is no brake: the preference decides
+SAVING = ("power", "balance_power")
+QUIET = ("low-power", "quiet", "cool")
+WAKE_US = 100
+
+
+@rule(
+    "TT040",
+    "the CPUs are held at a low clock",
+    severity=Severity.WARNING,
+    action=Action.AUTO,
+    cost="loading data and launching kernels, in proportion to the clock; unmeasured for GPU training",
+    source="tenstorrent/tt-metal#5281",
+)
+def governor(machine: Machine) -> Iterator[Seen | Unseen]:
+    """The governor powersave of acpi-cpufreq and of the passive drivers is the lowest clock, always. Under intel_pstate
+    and amd-pstate in active mode powersave is the normal choice and no finding. Also a maximum set far below what the
+    CPU can do."""
+    slow: dict[str, list[str]] = {}
+    for policy in policies(machine.host):
+        folder = f"{CPUFREQ}/{policy}"
+        driver, name = (machine.text(f"{folder}/scaling_{word}") for word in ("driver", "governor"))
+        most, best = machine.number(f"{folder}/scaling_max_freq"), machine.number(f"{folder}/cpuinfo_max_freq")
+        if name == "powersave" and driver not in ACTIVE:
+            slow.setdefault(f"governor powersave under {driver}", []).append(policy)
+        elif most and best and most < 0.8 * best:
+            slow.setdefault(f"scaling_max_freq {most // 1000} of {best // 1000} MHz", []).append(policy)
+    for what, where in slow.items():
+        yield Seen(
+            evidence=f"{CPUFREQ}/policy{_numbers(where)}: {what}",
+            fix="governor = performance|schedutil under [cpu] (profile training does it)"
+            if what.startswith("governor")
+            else "cpupower frequency-set -u MAXIMUM, unless somebody wants it",
+            action=None if what.startswith("governor") else Action.ASK,
+        )
+
+
+@rule(
+    "TT041",
+    "the CPUs prefer saving power",
+    severity=Severity.NOTICE,
+    action=Action.AUTO,
+    cost=UNMEASURED,
+    source="AdnanHodzic/auto-cpufreq#680",
+)
+def preference(machine: Machine) -> Iterator[Seen | Unseen]:
+    """energy_performance_preference of intel_pstate and amd-pstate: power and balance_power raise clocks late. On
+    battery that is right and no finding."""
+    if on_battery(machine.host):
+        return
+    found: dict[str, list[str]] = {}
+    for policy in policies(machine.host):
+        if (value := machine.text(f"{CPUFREQ}/{policy}/{EPP}")) in SAVING:
+            found.setdefault(value, []).append(policy)
+    for value, where in found.items():
+        yield Seen(
+            evidence=f"{CPUFREQ}/policy{_numbers(where)}/{EPP} is {value}",
+            fix="energy_performance_preference = performance|balance_performance under [cpu] (profile training)",
+        )
+
+
+def _numbers(where: list[str]) -> str:
+    return format_list(int(name.removeprefix("policy")) for name in where)
+
+
+@rule(
+    "TT042",
+    "the machine saves power as a whole",
+    severity=Severity.WARNING,
+    action=Action.JOB,
+    cost="firmware and drivers cap CPU and GPU; how much is unmeasured",
+    source="kernel ABI sysfs-platform_profile",
+)
+def saving(machine: Machine) -> Iterator[Seen | Unseen]:
+    """Running on battery, or a platform profile of the firmware that favours quiet."""
+    profile = machine.text(PLATFORM)
+    if on_battery(machine.host):
+        yield Seen(
+            evidence="/sys/class/power_supply: a battery discharges and no mains is online",
+            fix="plug it in",
+            action=Action.TELL,
+        )
+    elif profile in QUIET:
+        yield Seen(
+            evidence=f"{PLATFORM} is {profile}",
+            fix="platform_profile = performance|balanced-performance @jobs under [cpu] (profile throughput does it)",
+        )
+
+
+@rule(
+    "TT043",
+    "several programs set the same knobs",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="values flip back, and nobody knows which is in force",
+    source="AdnanHodzic/auto-cpufreq#349",
+)
+def tuners(machine: Machine) -> Iterator[Seen | Unseen]:
+    """Other tuners that run now: TuneD, TLP, auto-cpufreq, cpupower, power-profiles-daemon. torchtuned leaves the knobs
+    of one to it; two of them fight each other."""
+    running = [tuner for tuner in TUNERS if unit_runs(machine, tuner.unit)]
+    if len(running) > 1:
+        last = next((tuner for tuner in running if tuner.unit == PPD), running[-1])
+        yield Seen(
+            evidence=f"running: {', '.join(tuner.unit for tuner in running)}",
+            fix=f"keep one; for example: systemctl disable --now {last.unit}",
+        )
+
+
+@rule(
+    "TT044",
+    "CPUs of a job may sleep deeply",
+    severity=Severity.NOTICE,
+    action=Action.JOB,
+    cost="150 to 230 us a wake-up on recent Xeons, 5 to 15 on EPYC; little at high load",
+    source="google/gvisor#14526, firecracker-microvm/firecracker#5671",
+    jobs=True,
+)
+def idle_states(machine: Machine) -> Iterator[Seen | Unseen]:
+    """Idle states that take over 100 us to leave, by their latency and never by their number, on a CPU of a running
+    job. Forbidding them costs power and may cost turbo, so it is for jobs that wait much."""
+    for job in machine.jobs:
+        if not job.cpus:
+            continue
+        folder = f"/sys/devices/system/cpu/cpu{min(job.cpus)}/cpuidle"
+        states = []
+        for name in machine.host.list(folder):
+            latency = machine.number(f"{folder}/{name}/latency") or 0
+            if latency > WAKE_US and machine.text(f"{folder}/{name}/disable") in ("", "0"):
+                states.append(f"{machine.text(f'{folder}/{name}/name')} {latency} us")
+        if states and not any(knob.startswith("latency/") for knob in machine.ours):
+            yield Seen(
+                evidence=f"{folder}: {', '.join(states)} allowed",
+                fix=f"latency_us = {WAKE_US} under [cpu] (profile latency does it while jobs run)",
+                job=job.id,
+            )
+
+
+@rule(
+    "TT045",
+    "a GPU may fall asleep within a job",
+    severity=Severity.NOTICE,
+    action=Action.JOB,
+    cost="seconds to wake, and hard freezes on some laptops",
+    source="pop-os/system76-power#292",
+    jobs=True,
+)
+def gpu_sleep(machine: Machine) -> Iterator[Seen | Unseen]:
+    """power/control = auto lets the kernel suspend a GPU that nobody holds open. A finding only for GPUs of a running
+    job."""
+    for job in machine.jobs:
+        for address in job.gpus:
+            path = f"{PCI}/{address}/power/control"
+            if machine.text(path) == "auto":
+                yield Seen(
+                    evidence=f"{path} is auto",
+                    fix="power_control = on @jobs under [gpu] (profile training does it)",
+                    job=job.id,
+                )
+
+
+@rule(
+    "TT073",
+    "a job computes on fast and slow cores",
+    severity=Severity.NOTICE,
+    action=Action.TELL,
+    cost="a parallel loop ends with its slowest thread; unmeasured",
+    source="Intel hybrid architecture, /sys/devices/cpu_core",
+    jobs=True,
+)
+def hybrid(machine: Machine) -> Iterator[Seen | Unseen]:
+    """OpenMP deals work out evenly, so threads on efficiency cores hold up those on performance cores."""
+    try:
+        fast, slow = (parse_list(machine.text(f"/sys/devices/cpu_{kind}/cpus")) for kind in ("core", "atom"))
+    except ValueError:
+        return
+    for job in machine.jobs:
+        if job.cpus & fast and job.cpus & slow:
+            yield Seen(
+                evidence=f"CPUs {format_list(job.cpus & fast)} are performance cores, {format_list(job.cpus & slow)}"
+                " efficiency cores",
+                fix=f"torchtuned-run --cpus {len(machine_cores(machine, fast))} takes the fast ones alone",
+                job=job.id,
+            )
+
+
+def machine_cores(machine: Machine, cpus: frozenset[int]) -> list[frozenset[int]]:
+    """The cores that have these CPUs."""
+    return [core.cpus for core in machine.topology.cores if core.cpus & cpus]
