@@ -12,7 +12,7 @@ from pathlib import Path
 import image
 import pytest
 from fakes.deb import with_version
-from inside import INSTALL, ORIGINALS, ORIGINALS_UNIT, governors, listed, wait_for
+from inside import INSTALL, NO_JOBS, ORIGINALS, ORIGINALS_UNIT, STATE, governors, wait_for
 from machine import SHARE, Machine
 
 if "TORCHTUNED_DEB" not in os.environ:
@@ -57,8 +57,7 @@ def machine(suite: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ma
 def ready(machine: Machine) -> Iterator[Machine]:
     """The machine with the daemon ready and no jobs, before the test and after it."""
     machine.check("systemctl is-active -q torchtuned || systemctl start torchtuned")
-    wait_for(machine, "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State | grep ready")
+    wait_for(machine, f"{STATE} | grep ready")
     yield machine
     machine.check(f"pkill -KILL -f {SHARE}/job.py || true")
-    wait_for(machine, "! systemctl is-active -q torchtuned || torchtuned jobs --json | grep -q '\"jobs\": *\\[\\]'")
-    assert machine.sh("systemctl is-active torchtuned")[0] or listed(machine) == []
+    wait_for(machine, NO_JOBS)

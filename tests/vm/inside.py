@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from machine import SHARE, Machine
 
 JOB = f"python3 {SHARE}/job.py"
+MANAGER = "org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager"
+STATE = f"busctl get-property {MANAGER} State"
+NO_JOBS = f"! systemctl is-active -q torchtuned || busctl get-property {MANAGER} Jobs | grep -qx 'u 0'"
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --allow-downgrades"
 
 # At each boot, before torchtuned comes, every policy has another governor than its neighbour, and these sysctls.
@@ -68,7 +71,7 @@ def stop(machine: Machine, *jobs: Job, signal: str = "TERM") -> None:
     machine.sh(f"kill -{signal} {' '.join(str(job.pid) for job in jobs)}")
     for job in jobs:
         wait_for(machine, f"! test -e /proc/{job.pid}")
-    wait_for(machine, "! systemctl is-active -q torchtuned || torchtuned jobs --json | grep -q '\"jobs\": *\\[\\]'")
+    wait_for(machine, NO_JOBS)
 
 
 def wait_for(machine: Machine, condition: str, timeout_s: float = 60) -> None:

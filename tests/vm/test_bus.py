@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from inside import JOB, start, stop, wait_for
+from inside import JOB, MANAGER, STATE, start, stop, wait_for
 from machine import Machine
-
-MANAGER = "org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager"
 
 
 def test_the_package_came_up_by_itself(machine: Machine) -> None:
     """Nothing but installing the package was done so far."""
-    wait_for(machine, f"busctl get-property {MANAGER} State | grep -x 's \"ready\"'")
+    wait_for(machine, f"{STATE} | grep -x 's \"ready\"'")
     assert machine.check("systemctl is-enabled torchtuned").strip() == "enabled"
 
 
@@ -40,7 +38,8 @@ def test_plan_for_everybody(ready: Machine) -> None:
 def test_a_user_may_change_nothing(ready: Machine, call: str) -> None:
     status, output = ready.sh(f"ssh alice@localhost busctl call {MANAGER} {call}")
     assert status != 0
-    assert "denied" in output.lower() or "not authori" in output.lower() or "permission" in output.lower(), output
+    assert "org.torchtuned1." in output
+    assert "administrator" in output
 
 
 def test_monitor_shows_jobs_coming_and_going(ready: Machine) -> None:

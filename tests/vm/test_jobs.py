@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from inside import INSTALL, JOB, changed, cpus, cpus_of, listed, masks, show, start, stop, wait_for
+from inside import INSTALL, JOB, STATE, changed, cpus, cpus_of, listed, masks, show, start, stop, wait_for
 from machine import SHARE, Machine
 
 EVERY_CPU = set(range(8))
@@ -126,7 +126,7 @@ def test_a_new_daemon_adopts_running_jobs(ready: Machine, how: str) -> None:
     old = show(ready, "torchtuned", "MainPID")["MainPID"]
     ready.check(how)
     wait_for(ready, f"systemctl is-active torchtuned && ! systemctl show torchtuned -p MainPID --value | grep -x {old}")
-    wait_for(ready, "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State | grep ready")
+    wait_for(ready, f"{STATE} | grep ready")
     bob = start(ready, "b", f"exec torchtuned-run --cpus 3 {JOB}", user="bob")
     assert cpus_of(ready, alice) == a
     assert not a & cpus_of(ready, bob)
@@ -171,7 +171,7 @@ def test_a_silent_daemon_costs_two_seconds_not_the_job(ready: Machine) -> None:
 
 def test_upgrade_with_a_job_running(ready: Machine) -> None:
     ready.check(f"{INSTALL} {SHARE}/older.deb")
-    wait_for(ready, "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State | grep ready")
+    wait_for(ready, f"{STATE} | grep ready")
     job = start(ready, "a", f"exec torchtuned-run --cpus 3 {JOB}", user="alice")
     got, before = cpus_of(ready, job), masks(ready)
     policy0 = "/sys/devices/system/cpu/cpufreq/policy0/scaling_governor"
@@ -182,7 +182,7 @@ def test_upgrade_with_a_job_running(ready: Machine) -> None:
     ready.check(f"{INSTALL} {SHARE}/torchtuned.deb; sleep 2; touch /root/enough")
     wait_for(ready, "test -e /root/flaps.done")
     assert len(ready.check("cat /root/flaps; rm -f /root/enough /root/flaps*").split()) == 1
-    wait_for(ready, "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State | grep ready")
+    wait_for(ready, f"{STATE} | grep ready")
     assert [row["pid"] for row in listed(ready)] == [job.pid]
     assert cpus_of(ready, job) == got
     assert changed(before, masks(ready)) == {}

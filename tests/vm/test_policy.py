@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from inside import ORIGINAL_SYSCTLS, ORIGINALS, governors, knobs, wait_for
+from inside import MANAGER, ORIGINAL_SYSCTLS, ORIGINALS, STATE, governors, knobs, wait_for
 from machine import Machine
 
-MANAGER = "org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager"
-STATE = f"busctl get-property {MANAGER} State"
 FINE = {"applied", "kept", "unsupported"}
 WANTED = "performance"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from inside import INSTALL, JOB, ORIGINALS, cpus_of, governors, start, wait_for
+from inside import INSTALL, JOB, ORIGINALS, STATE, cpus_of, governors, start, wait_for
 from machine import SHARE, Machine
 
-STATE = "busctl get-property org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager State"
 REMOVE = "DEBIAN_FRONTEND=noninteractive apt-get -q -y"
 
 
