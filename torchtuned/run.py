@@ -10,7 +10,6 @@ not found, as env(1).
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -39,7 +38,6 @@ class CannotRun(errors.TorchtunedError):
 
 def main() -> int:
     """The whole command line; returns an exit status only when nothing was started, or with --report."""
-    gc.disable()  # a process that lives for 40 ms leaves no garbage worth 2 of them
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait as it ends any program
     return outcome(lambda: act(run_options.parse(sys.argv[1:])))
