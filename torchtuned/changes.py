@@ -78,8 +78,9 @@ class Changes:
             }
         )
         rows, left = [], dict(self.ledger.entries)
+        place = {knob: (number, self._path(entry)) for number, (knob, entry) in enumerate(left.items())}
         for entry in chosen:
-            cover = self._covered(entry, left)
+            cover = self._covered(entry, left, place)
             row, kept = (cover, None) if cover else self._restore(entry)
             rows.append(row)
             if kept:
@@ -87,7 +88,7 @@ class Changes:
                 continue
             del left[entry.knob]
             if row.outcome is Outcome.APPLIED:
-                self._pass_on(entry, left)
+                self._pass_on(entry, left, place)
         self.settle(left)
         return rows
 
@@ -237,40 +238,33 @@ class Changes:
         tell(entry.knob, entry.written, now, reason, level=logging.ERROR)
         return row_of(entry, now, outcome, reason), None
 
-    def _covered(self, entry: Entry, left: dict[str, Entry]) -> Row | None:
+    def _covered(self, entry: Entry, left: dict[str, Entry], place: Mapping[str, tuple[int, str]]) -> Row | None:
         """The row of a knob that a later change of another one covers up: it goes back with that one.
 
         Such as the preference under a governor: what the machine has now is the governor's doing, not somebody's.
+        `place`: when a knob was changed, as a number, and its file.
         """
-        for later, place, companion in self._touching(entry, left):
-            if companion.original in (entry.written, entry.previous):
-                companions = list(later.companions)
-                companions[place] = replace(companion, original=entry.original)
-                left[later.knob] = replace(later, companions=tuple(companions))
-                now = UNKNOWN if companion.after is None else companion.after
-                return row_of(entry, now, Outcome.APPLIED, f"goes back to {entry.original} with {later.knob}")
+        number, path = place[entry.knob]
+        for later in left.values():
+            for index, companion in enumerate(later.companions):
+                if companion.path != path or place[later.knob][0] < number:
+                    continue
+                if companion.original in (entry.written, entry.previous):
+                    companions = list(later.companions)
+                    companions[index] = replace(companion, original=entry.original)
+                    left[later.knob] = replace(later, companions=tuple(companions))
+                    now = UNKNOWN if companion.after is None else companion.after
+                    return row_of(entry, now, Outcome.APPLIED, f"goes back to {entry.original} with {later.knob}")
         return None
 
-    def _touching(self, entry: Entry, left: Mapping[str, Entry]) -> list[tuple[Entry, int, Companion]]:
-        """The later changes that have touched the file of this one, and where in their companions."""
-        path = self._path(entry)
-        order = list(self.ledger.entries)
-        return [
-            (later, place, companion)
-            for later in left.values()
-            if order.index(later.knob) > order.index(entry.knob)
-            for place, companion in enumerate(later.companions)
-            if companion.path == path
-        ]
-
-    def _pass_on(self, entry: Entry, left: dict[str, Entry]) -> None:
+    def _pass_on(self, entry: Entry, left: dict[str, Entry], place: Mapping[str, tuple[int, str]]) -> None:
         """A knob changed later, whose original was a side effect of this one, gets the true original."""
         originals = {companion.path: companion.original for companion in entry.companions}
-        order = list(self.ledger.entries)
-        for later in list(left.values()):
-            path = self._path(later)
-            if path in originals and order.index(later.knob) > order.index(entry.knob):
-                left[later.knob] = replace(later, original=originals[path])
+        if originals:
+            for later in list(left.values()):
+                number, path = place[later.knob]
+                if path in originals and number > place[entry.knob][0]:
+                    left[later.knob] = replace(later, original=originals[path])
 
     def _path(self, entry: Entry) -> str:
         family = self.families.get(entry.knob.partition("/")[0])
