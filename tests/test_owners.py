@@ -76,3 +76,55 @@ def test_a_tuner_that_comes_later_is_handed_the_knob_as_it_is(tmp_path: Path, ca
 def test_what_is_kept_is_not_called_foreign_for_the_administrators_sake(tmp_path: Path) -> None:
     made = Desk(Kernel({"/proc/sys/vm/swappiness": "60", "/etc/sysctl.d/a.conf": "vm.swappiness=60"}), tmp_path)
     assert made.plan("[sysctl]\nvm.swappiness = keep\n")["sysctl/vm.swappiness"].outcome is Outcome.KEPT
+
+
+THP = "/sys/kernel/mm/transparent_hugepage/enabled"
+GOVERNOR = "/sys/devices/system/cpu/cpufreq/policy1/scaling_governor"
+SYSFS = {
+    "a w line": ({"/etc/tmpfiles.d/a.conf": f"# x\nw {THP} - - - - never\n"}, THP, "/etc/tmpfiles.d/a.conf:2"),
+    "with modifiers": ({"/run/tmpfiles.d/a.conf": f"w+!- {THP} - - - - never\n"}, THP, "/run/tmpfiles.d/a.conf:1"),
+    "a pattern": (
+        {"/etc/tmpfiles.d/a.conf": "w /sys/devices/system/cpu/cpufreq/policy*/scaling_governor - - - - powersave\n"},
+        GOVERNOR, "/etc/tmpfiles.d/a.conf:1",
+    ),
+    "another file": ({"/etc/tmpfiles.d/a.conf": f"w {THP} - - - - never\n"}, GOVERNOR, ""),
+    "no value": ({"/etc/tmpfiles.d/a.conf": f"z {THP} 0640\n"}, THP, ""),
+    "a vendor's": ({"/usr/lib/tmpfiles.d/a.conf": f"w {THP} - - - - never\n"}, THP, ""),
+    "masked": (
+        {"/etc/tmpfiles.d/a.conf": "", "/run/tmpfiles.d/a.conf": f"w {THP} - - - - never\n"}, THP, "",
+    ),
+    "sysfsutils": (
+        {"/etc/init.d/sysfsutils": "", "/etc/sysfs.conf": "kernel/mm/transparent_hugepage/enabled = never\n"},
+        THP, "/etc/sysfs.conf:1",
+    ),
+    "sysfsutils, not a value": (
+        {"/etc/init.d/sysfsutils": "", "/etc/sysfs.d/a.conf": "mode kernel/mm/transparent_hugepage/enabled = 0640\n"},
+        THP, "",
+    ),
+    "sysfsutils, not there": ({"/etc/sysfs.conf": "kernel/mm/transparent_hugepage/enabled = never\n"}, THP, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SYSFS)
+def test_what_the_administrator_sets_in_sys_at_boot(case: str) -> None:
+    files, path, source = SYSFS[case]
+    owner = Owners(Kernel(files)).owner("some/knob", path)
+    assert (owner.source if owner else "") == source
+
+
+def test_a_tmpfiles_line_beats_the_policy(tmp_path: Path) -> None:
+    line = {"/etc/tmpfiles.d/cpu.conf": f"w {GOVERNOR} - - - - schedutil"}
+    made = Desk(Kernel({**policy(0, "acpi-cpufreq"), **policy(1, "acpi-cpufreq"), **line}), tmp_path)
+    rows = made.apply("[cpu]\ngovernor = performance\n")
+    assert rows["cpu/policy0/governor"].outcome is Outcome.APPLIED
+    row = rows["cpu/policy1/governor"]
+    assert (row.outcome, row.source) == (Outcome.FOREIGN, "/etc/tmpfiles.d/cpu.conf:1")
+
+
+def test_every_line_that_gives_a_sysctl_a_value_is_mentioned() -> None:
+    files = {
+        "/etc/sysctl.d/a.conf": "vm.swappiness = 1\n-vm.swappiness\n",
+        "/usr/lib/sysctl.d/b.conf": "vm.swap* = 2\n",
+    }
+    mentions = Owners(Kernel(files)).assignments.mentions("vm.swappiness")
+    assert mentions == ["/etc/sysctl.d/a.conf:1", "/usr/lib/sysctl.d/b.conf:1"]

@@ -249,11 +249,16 @@ class Changes:
             for index, companion in enumerate(later.companions):
                 if companion.path != path or place[later.knob][0] < number:
                     continue
-                if companion.original in (entry.written, entry.previous):
-                    companions = list(later.companions)
-                    companions[index] = replace(companion, original=entry.original)
-                    left[later.knob] = replace(later, companions=tuple(companions))
-                    now = UNKNOWN if companion.after is None else companion.after
+                if companion.original not in (entry.written, entry.previous):
+                    continue
+                companions = list(later.companions)
+                companions[index] = replace(companion, original=entry.original)
+                left[later.knob] = replace(later, companions=tuple(companions))
+                try:
+                    now = self.deadline.run(entry.knob, lambda: self.host.read(path))
+                except (HostError, Hung):
+                    return None
+                if now == companion.after or (companion.after is None and not entry.ours(now)):
                     return row_of(entry, now, Outcome.APPLIED, f"goes back to {entry.original} with {later.knob}")
         return None
 

@@ -114,7 +114,7 @@ class Survey:
             gone = isinstance(error, Missing)
             return Case(knob, wish, UNKNOWN, Verdict(outcome=_outcome(error), reason=error.what, hand_over=gone))
         situation = Situation(
-            owner=self.owners.owner(knob.id),
+            owner=self.owners.owner(knob.id, knob.path),
             on_battery=self.on_battery,
             jobs_active=self.jobs_active,
             reassert=self.reassert,

@@ -1,4 +1,5 @@
-"""Who else decides about a knob: other tuners that run, the administrator's sysctl.d, the kernel command line.
+"""Who else decides about a knob: other tuners that run, the administrator's sysctl.d and
+tmpfiles.d, the kernel command line.
 
 torchtuned does not fight any of them. Which tuners run is asked of PID 1 by the caller.
 """
@@ -14,6 +15,7 @@ from torchtuned.host import Host
 from torchtuned.policy import Owner
 from torchtuned.tunables.cpu import has_preference
 from torchtuned.tunables.sysctld import COMMAND_LINE, Assignments
+from torchtuned.tunables.sysfsd import SysfsSettings
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,15 @@ class Owners:
         active = {name.removesuffix(".service") + ".service" for name in tuners}
         self.tuners = [tuner for tuner in TUNERS if tuner.unit in active]
         self.assignments = Assignments(host)
+        self.sysfs = SysfsSettings(host)
         self._ppd_drives = PPD in active and has_preference(host)
         try:
             self._command_line = host.read(COMMAND_LINE).split()
         except HostError:
             self._command_line = []
 
-    def owner(self, knob: str) -> Owner | None:
-        """Who decides about a knob, None if torchtuned may."""
+    def owner(self, knob: str, path: str = "") -> Owner | None:
+        """Who decides about a knob, and its file, None if torchtuned may."""
         for tuner in self.tuners:
             patterns = tuner.knobs + (PPD_DRIVER if tuner.unit == PPD and self._ppd_drives else ())
             if any(fnmatchcase(knob, pattern) for pattern in patterns):
@@ -68,6 +71,9 @@ class Owners:
             found = self.assignments.admins(knob.removeprefix("sysctl/"))
             if found:
                 return Owner("the administrator", found.source)
+        source = self.sysfs.source(path)
+        if source:
+            return Owner("the administrator", source)
         if knob == "memory/transparent_hugepage":
             if any(word.startswith("transparent_hugepage=") for word in self._command_line):
                 return Owner("the kernel command line", COMMAND_LINE)

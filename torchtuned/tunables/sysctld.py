@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -40,8 +40,9 @@ class Assignments:
     def __init__(self, host: Host) -> None:
         self.faults: list[str] = []
         found = [*_command_line(host)]
-        for name, folder in sorted(_files(host).items()):
+        for name, folder in sorted(config_files(host, FOLDERS).items()):
             found += self._parse(host, f"{folder}/{name}", admin=folder != VENDOR)
+        self._all = found
         self._keys: dict[str, Assignment] = {}
         self._patterns: dict[str, Assignment] = {}
         for assignment in found:
@@ -69,8 +70,12 @@ class Assignments:
                 return found
         return None
 
+    def mentions(self, key: str) -> list[str]:
+        """Where a key is given a value, whoever does it, and whether or not it counts."""
+        return [found.source for found in self._all if found.value is not None and _match(key, found.key)]
+
     def _parse(self, host: Host, path: str, *, admin: bool) -> Iterator[Assignment]:
-        shown = _resolve(host, path)
+        shown = resolve(host, path)
         if shown == "/dev/null":
             return
         try:
@@ -92,17 +97,17 @@ class Assignments:
             yield Assignment(name, value.strip() if equals else None, f"{shown}:{number}", admin)
 
 
-def _files(host: Host) -> dict[str, str]:
-    """The name of each file that counts, with its folder."""
+def config_files(host: Host, folders: Sequence[str]) -> dict[str, str]:
+    """The name of each *.conf that counts, with its folder: of one name the first folder's."""
     files: dict[str, str] = {}
-    for folder in FOLDERS:
+    for folder in folders:
         for name in host.list(folder):
             if name.endswith(".conf"):
                 files.setdefault(name, folder)
     return files
 
 
-def _resolve(host: Host, path: str) -> str:
+def resolve(host: Host, path: str) -> str:
     """Follow the links of a file by hand: an absolute one means the machine's file, also under another root."""
     for _ in range(8):
         try:
