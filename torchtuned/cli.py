@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from torchtuned import __version__, cli_config, cli_jobs, cli_machine, cli_policy
+from torchtuned import __version__, cli_check, cli_config, cli_jobs, cli_machine, cli_policy
 from torchtuned.command import FINDINGS, USAGE, Command
 from torchtuned.errors import TorchtunedError
 
@@ -84,6 +84,17 @@ COMMANDS: tuple[Command, ...] = (
         run=cli_config.why,
         options=cli_config.why_options,
         examples=("torchtuned why sysctl/vm.swappiness", "torchtuned why vm.swappiness"),
+    ),
+    Command(
+        name="check",
+        summary="what is wrong here for training, and the command that mends it",
+        run=cli_check.check,
+        options=cli_check.check_options,
+        examples=(
+            "torchtuned check",
+            "torchtuned check --explain TT022",
+            "torchtuned check --python ~/venv/bin/python --data /data/imagenet",
+        ),
     ),
     Command(
         name="jobs",

@@ -95,7 +95,7 @@ def reboot_required(machine: Machine) -> Iterator[Seen | Unseen]:
     source="docker/for-linux#813",
 )
 def needrestart(machine: Machine) -> Iterator[Seen | Unseen]:
-    """needrestart in automatic mode ('a')."""
+    """needrestart in automatic mode ('a') restarts services after each upgrade, without asking."""
     folder = "/etc/needrestart/conf.d"
     paths = ["/etc/needrestart/needrestart.conf", *(f"{folder}/{name}" for name in machine.host.list(folder))]
     for path in paths:

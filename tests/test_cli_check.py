@@ -1,0 +1,135 @@
+"""`torchtuned check` as a person and a program use it: exit status, JSON, explanations, the data set's facts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fakes.sound import CG, SESSION, build
+
+from torchtuned import cli
+from torchtuned.checks import REGISTRY, reading
+from torchtuned.cli_check import running
+
+SHM = {"proc/sys/vm/overcommit_memory": "2\n", "proc/sys/vm/max_map_count": "65530\n"}
+
+
+@pytest.fixture(autouse=True)
+def _no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", "unix:path=/nonexistent/bus")
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = build(tmp_path, {}).root
+    assert cli.main(["check", "--sysroot", str(root)]) == 0
+    out = capsys.readouterr().out
+    assert "nothing is wrong" in out
+    assert "could not be checked" in out  # NVML is not asked about a folder, and that is said
+    assert "NVML is not asked" in " ".join(out.split())
+
+
+def test_findings_worst_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = build(tmp_path, SHM).root
+    assert cli.main(["check", "--sysroot", str(root), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert set(document) == {"schema", "findings", "unchecked"}
+    assert [(item["code"], item["severity"], item["class"]) for item in document["findings"]] == [
+        ("TT025", "warning", "ASK"),
+        ("TT024", "notice", "AUTO"),
+    ]
+    assert all(set(item) == {"code", "because"} for item in document["unchecked"])
+
+
+def test_words_fit_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = build(tmp_path, {**SHM, f"{CG}/{SESSION}/pids.max": "100\n"}).root
+    assert cli.main(["check", "--sysroot", str(root)]) == 1
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+    assert "2 faults; 1 to consider" in out
+
+
+@pytest.mark.parametrize("code", sorted(REGISTRY))
+def test_every_code_can_be_explained(code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--explain", code.lower(), "--sysroot", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["code"] == code
+    assert len(document["explanation"]) > 60
+
+
+def test_explain_tells_what_is_so_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--explain", "TT025", "--sysroot", str(build(tmp_path, SHM).root)]) == 0
+    assert "overcommit_memory is 2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_wrong_code_and_a_wrong_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--explain", "TT999"]) == 2
+    assert "no check TT999" in capsys.readouterr().err
+    assert cli.main(["check", "--data", "/nowhere/at/all"]) == 2
+    assert "--data /nowhere/at/all" in capsys.readouterr().err
+
+
+def test_facts_of_a_data_set_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = build(tmp_path, {}).root
+    assert cli.main(["check", "--sysroot", str(root), "--data", "/data", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert data["devices"] == ["nvme1n1 (NVMe)"]
+    assert (data["rotational"], data["kind"], data["files"], data["all_seen"]) == (False, "disk", 1, True)
+    assert "cold_bytes_per_s" not in data  # a folder that stands for another machine is not measured
+
+
+def test_a_real_data_set_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "SECONDS", 0.2)
+    for i in range(20):
+        (tmp_path / f"{i}.bin").write_bytes(bytes(50_000))
+    cli.main(["check", "--data", str(tmp_path), "--json"])
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert (data["files"], data["bytes"], data["median_bytes"]) == (20, 1_000_000, 50_000)
+    assert data["warm_bytes_per_s"] > 0
+    assert data["cold_bytes_per_s"] > 0
+    assert data["staging_seconds"] is not None
+
+
+def test_reading_ends_in_time_and_tells_its_progress(tmp_path: Path) -> None:
+    path = tmp_path / "big"
+    with open(path, "wb") as file:
+        file.truncate(4 << 30)
+    shares: list[float] = []
+    found = reading.measure([str(path)], shares.append, seconds=0.1)
+    assert found is not None
+    assert found.cold is not None
+    assert 0 < found.cold.seconds < 1
+    assert 0 < found.warm.seconds < 1
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_files_of_others_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes(1000))
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    found = reading.measure([str(tmp_path / "x")], seconds=0.1)
+    assert found is not None
+    assert found.cold is None
+    assert "yours" in found.because
+    assert found.warm.read == 1000
+
+
+def test_nothing_to_read() -> None:
+    assert reading.measure(["/nowhere"], seconds=0.1) is None
+
+
+def test_jobs_out_of_the_daemons_objects() -> None:
+    job = {
+        "Id": "7", "Pid": 4000, "Uid": 1000, "State": "running", "Cpus": "0-3", "Gpus": ["0000:01:00.0"], "Scope": "s",
+    }  # fmt: skip
+    objects = {
+        "/a": {"org.torchtuned1.Job": job},
+        "/b": {"org.torchtuned1.Job": {**job, "State": "queued"}},
+        "/c": {"org.torchtuned1.Gpu": {}},
+    }
+    [found] = running(objects)
+    assert (found.id, found.pid, found.cpus, found.gpus) == ("7", 4000, frozenset(range(4)), ("0000:01:00.0",))
