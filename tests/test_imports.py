@@ -17,12 +17,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "pure": (
         *("errors", "cpuset", "topology", "policy", "config", "config_keys", "environment", "launchers", "findings"),
         *("cuda", "dealing", "grants", "wanted", "space", "cpushares", "gpushares", "placement", "documents"),
-        *("effects", "machine_map"),
+        *("effects", "machine_map", "usage", "ending"),
     ),
-    "doors": ("host", "gpus", "nvidia", "ledger", "processes", "deadline", "trust", "notify"),
-    "readers": ("discover", "cpulimits", "pci", "scopes", "configfiles", "tunables.", "checks."),
-    "engine": ("engine", "changes", "survey", "jobs"),
-    "use cases": ("manager", "hostpolicy"),
+    "doors": (
+        *("host", "gpus", "nvidia", "ledger", "processes", "deadline", "trust", "notify"),
+        *("proctree", "inotify", "journal", "reportstore"),
+    ),
+    "readers": (
+        *("discover", "cpulimits", "pci", "scopes", "configfiles", "tunables.", "checks."),
+        *("accounting", "postmortem"),
+    ),
+    "engine": ("engine", "changes", "survey", "jobs", "jobrecord"),
+    "use cases": ("manager", "hostpolicy", "reports"),
     "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug"),
     "surfaces": ("dbusapi", "command", "render", "changes_page", "cli", "client", "run", "selfplace"),
     "root": ("daemon", "__main__"),

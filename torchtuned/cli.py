@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from torchtuned import __version__, cli_check, cli_config, cli_jobs, cli_machine, cli_policy
+from torchtuned import __version__, cli_check, cli_config, cli_jobs, cli_machine, cli_policy, cli_report, cli_top
 from torchtuned.command import FINDINGS, USAGE, Command
 from torchtuned.errors import TorchtunedError
 
@@ -102,6 +102,20 @@ COMMANDS: tuple[Command, ...] = (
         run=cli_jobs.jobs,
         options=cli_jobs.jobs_options,
         examples=("torchtuned jobs", "torchtuned jobs --threads"),
+    ),
+    Command(
+        name="top",
+        summary="jobs live on one screen: CPUs, GPUs, throttling, pressure",
+        run=cli_top.top,
+        options=cli_top.top_options,
+        examples=("torchtuned top", "torchtuned top --once"),
+    ),
+    Command(
+        name="report",
+        summary="what a job got, used and waited for, and how it ended",
+        run=cli_report.report,
+        options=cli_report.report_options,
+        examples=("torchtuned report", "torchtuned report 7"),
     ),
     Command(
         name="gpus",

@@ -37,6 +37,8 @@ from torchtuned.logind import Desktop
 from torchtuned.manager import Manager
 from torchtuned.notify import Notifier, kept
 from torchtuned.polkit import Polkit
+from torchtuned.reports import Reports
+from torchtuned.reportstore import FOLDER, Store
 from torchtuned.systemd1 import Systemd
 from torchtuned.topology import Topology
 from torchtuned.tunables.owners import UNITS
@@ -75,8 +77,9 @@ class Daemon:
             choice=choice,
             tuners=self._tuners,
         )
+        self.reports = Reports(host, Store(state_dir / FOLDER), self.api, self.gpus.sample)
         self.manager = Manager(
-            host, Jobs(run_dir / "jobs.json"), self.policy, self.systemd, self.api, jobs_active=self._jobs_active
+            host, Jobs(run_dir / "jobs.json"), self.policy, self.systemd, self.reports, jobs_active=self._jobs_active
         )
         self._samples: dict[str, Sample] = {}
         self._hotplug: Hotplug | None = None
@@ -95,8 +98,10 @@ class Daemon:
         await self.systemd.start(self.manager.scope_ended)
         await self.policy.start()
         self.manager.topology = await asyncio.to_thread(self._read_topology)
-        self.api.start(self.manager, self.policy, changed=self._tell_status)
+        self.api.start(self.manager, self.policy, self.reports, changed=self._tell_status)
+        await self.reports.load()
         await self.manager.adopt()
+        self.reports.recover()
         self.api.serve()
         await self.bus.request_name(NAME)
         self.notifier.send("READY=1")
@@ -126,6 +131,7 @@ class Daemon:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.manager.close()
+        await self.reports.close()
         await self.policy.stop(give_back=give_back)
         await self.desktop.close()
         await self.bus.close()

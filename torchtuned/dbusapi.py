@@ -22,6 +22,7 @@ from torchtuned.manager import Manager
 from torchtuned.objects import Interface, Method, Objects
 from torchtuned.policy import Outcome, Row
 from torchtuned.polkit import Polkit, uid
+from torchtuned.reports import Reports
 from torchtuned.topology import Gpu, Topology
 
 NAME = "org.torchtuned1"
@@ -58,10 +59,11 @@ class Api:
         self._samples: Mapping[str, Sample] = {}
         self._manager: Manager
         self._policy: HostPolicy
+        self._reports: Reports
 
-    def start(self, manager: Manager, policy: HostPolicy, changed: Callable[[], None]) -> None:
+    def start(self, manager: Manager, policy: HostPolicy, reports: Reports, changed: Callable[[], None]) -> None:
         """Show the manager object; jobs and GPUs follow as they are reported. `changed`: its properties may have."""
-        self._manager, self._policy, self._changed = manager, policy, changed
+        self._manager, self._policy, self._reports, self._changed = manager, policy, reports, changed
         self._objects.add(ROOT, self._interface(), self._state())
         policy.changed = self.state_changed
         self.gpus_changed(manager.topology, {})
@@ -93,6 +95,9 @@ class Api:
                 ),
                 "Commit": Method(takes=(("job", "o"),), gives=(("grant", "s"),), run=self._commit),
                 "Release": Method(takes=(("job", "o"),), run=self._release),
+                "Ended": Method(takes=(("pid", "u"), ("start", "t"), ("status", "i")), run=self._ended),
+                "Report": Method(takes=(("job", "s"),), gives=(("report", "s"),), run=self._report),
+                "Reports": Method(gives=(("reports", "s"),), run=self._list_reports),
             },
             signals={"Granted": (("job", "o"), ("grant", "s"))},
         )  # fmt: skip
@@ -123,6 +128,9 @@ class Api:
     def job_removed(self, job: Job) -> None:
         self._objects.remove(job_path(job.id))
         self._leases_changed()
+
+    def leader_ended(self, job: Job) -> None:
+        """Nothing changes on the bus until the job has ended."""
 
     def granted(self, job: Job, document: dict[str, Any]) -> None:
         self._objects.emit(ROOT, "Granted", job_path(job.id), json.dumps(document))
@@ -209,6 +217,16 @@ class Api:
     async def _release(self, call: Call) -> list[Any]:
         await self._manager.release(*await self._caller_and_job(call))
         return []
+
+    async def _ended(self, call: Call) -> list[Any]:
+        self._reports.told(await uid(self._bus, call.sender), *call.body)
+        return []
+
+    async def _report(self, call: Call) -> list[Any]:
+        return [json.dumps(await self._reports.report(await uid(self._bus, call.sender), *call.body))]
+
+    async def _list_reports(self, call: Call) -> list[Any]:
+        return [json.dumps(await self._reports.reports(await uid(self._bus, call.sender)))]
 
     async def _caller_and_job(self, call: Call) -> tuple[int, str]:
         [path] = call.body

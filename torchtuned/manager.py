@@ -50,6 +50,7 @@ class View(Protocol):
     def job_changed(self, job: Job) -> None: ...
     def job_removed(self, job: Job) -> None: ...
     def granted(self, job: Job, document: dict[str, Any]) -> None: ...
+    def leader_ended(self, job: Job) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -332,6 +333,8 @@ class Manager:
             self._spawn(self._check_scope(job_id))
         elif job is not None:
             self._end(job_id, "its process ended")
+        if job is not None:
+            self._view.leader_ended(job)
 
     async def _check_scope(self, job_id: str) -> None:
         """End a job whose process and scope are gone. A process that left its scope is a job still, but unconfined."""

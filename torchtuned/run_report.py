@@ -1,7 +1,8 @@
 """torchtuned-run --report: stay as the command's parent, pass signals on, and say how it ended.
 
 The terminal sends Ctrl-C to both, so what comes from the kernel is not passed on; what a process sent is. The exit
-status is the command's own, and a command killed by a signal kills this process by the same one.
+status is the command's own, and a command killed by a signal kills this process by the same one. The daemon hears it
+too: nobody but a parent can know.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def supervise(start: Callable[[], int], command: Sequence[str]) -> int:
             status = outcome(start)
         finally:
             os._exit(status)
+    started = _start_time(child)
     status, usage = _wait(child, handled)
+    _tell(child, started, status)
     _say(command, status, usage, time.monotonic() - began)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if os.WIFSIGNALED(status):
@@ -65,6 +68,29 @@ def _wait(child: int, handled: set[signal.Signals]) -> tuple[int, resource.struc
                 os.kill(child, came.si_signo)
             except ProcessLookupError:
                 pass
+
+
+def _start_time(child: int) -> int:
+    """Clock ticks after boot, which with the process id name a process for good; 0 when it cannot be read."""
+    from torchtuned.errors import HostError
+    from torchtuned.host import Host
+
+    try:
+        return int(Host().read(f"/proc/{child}/stat").rpartition(")")[2].split()[19])
+    except (HostError, ValueError, IndexError):
+        return 0
+
+
+def _tell(child: int, started: int, status: int) -> None:
+    """Let the daemon know, for `torchtuned report`. A job that is not the daemon's is none of its business."""
+    from torchtuned.client import MANAGER, ROOT, Client
+    from torchtuned.errors import TorchtunedError
+
+    try:
+        with Client() as daemon:
+            daemon.call(ROOT, MANAGER, "Ended", "uti", child, started, os.waitstatus_to_exitcode(status))
+    except TorchtunedError:
+        pass
 
 
 def _say(command: Sequence[str], status: int, usage: resource.struct_rusage, seconds: float) -> None:

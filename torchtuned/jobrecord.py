@@ -1,0 +1,168 @@
+"""The account of one job: what it got, what was read of it last, and the report that is made of both.
+
+Times are microseconds after 1970; 0 stands for not yet.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtuned import accounting, postmortem
+from torchtuned.cpuset import format_list
+from torchtuned.ending import Facts, ending
+from torchtuned.host import Host
+from torchtuned.jobs import Job
+from torchtuned.journal import Entry
+from torchtuned.reportstore import Name
+from torchtuned.usage import Figures, GpuFigures
+
+SCHEMA = 1
+
+
+@dataclass(kw_only=True)
+class Record:
+    """One job: `around` are the out-of-memory counts of the cgroups above it when it started, `figures` the last
+    reading and `read_at` when that was. `exit` is what its parent told. Times in microseconds after 1970, 0 for not
+    yet.
+    """
+
+    job: Job
+    name: Name
+    cgroup: str = ""
+    around: dict[str, int] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
+    gpus: dict[str, GpuFigures] = field(default_factory=dict)
+    read_at: int = 0
+    left_at: int = 0
+    oom_at: int = 0
+    ended: int = 0
+    exit: int | None = None
+    released: bool = False
+    pids: set[int] = field(default_factory=set)
+
+    def take(self, figures: Figures) -> None:
+        """Keep a reading, unless there was nothing left to read."""
+        if not figures:
+            return
+        if oom_kills(figures) > oom_kills(self.figures):
+            self.oom_at = self.oom_at or now()
+        if figures["of"] == "processes":
+            self.pids |= set(figures.pop("pids"))
+            for group, name in (("cpu", "usage_s"), ("memory", "largest_peak")):  # who ended took theirs along
+                figures[group][name] = max(figures[group][name], self.figures.get(group, {}).get(name, 0))
+        self.figures, self.read_at = figures, now()
+
+    def document(self, boot: str) -> dict[str, Any]:
+        """The report as it stands. `boot` is the id of this boot of the machine."""
+        job, grant = self.job, self.job.grant
+        return {
+            "schema": SCHEMA,
+            "job": job.id,
+            "report": self.name.report,
+            "uid": job.process.uid,
+            "pid": job.process.pid,
+            "start": job.process.start,
+            "command": list(job.request.command),
+            "state": "ended" if self.ended else "running",
+            "started": self.name.started,
+            "ended": self.ended or None,
+            "seconds": round(((self.ended or now()) - self.name.started) / 1e6, 3),
+            "cgroup": self.cgroup,
+            "granted": {
+                "cpus": format_list(grant.cpus) if grant else "",
+                "memory_nodes": format_list(grant.memory_nodes) if grant else "",
+                "gpus": list(grant.gpus) if grant else [],
+                "threads": grant.threads if grant else 0,
+                "shared": bool(grant and grant.shared),
+                "cpu_max": job.cpu_max,
+                "confinement": job.confinement,
+                "scope": job.scope,
+                "warnings": [*(grant.warnings if grant else ()), *job.warnings],
+            },
+            "measured": self._measured(),
+            "gpus": {address: figures.figures() for address, figures in self.gpus.items()},
+            "oom_kills_around": self.around,
+            "boot": boot,
+            "end": None,
+        }
+
+    def _measured(self) -> dict[str, Any]:
+        """The last reading, and whether it saw the whole of the job."""
+        if not self.figures:
+            return {}
+        whole = bool(self.ended) and bool(self.left_at) and self.read_at >= self.left_at
+        return {**self.figures, "at": self.read_at, "complete": whole}
+
+    def explained(self, host: Host, entries: list[Entry] | None, boot: str) -> dict[str, Any]:
+        """The final report: how it ended, and with what PID 1 read later than we did. `entries` are the journal's,
+        None when that cannot be read.
+        """
+        job = self.job
+        since = postmortem.since(self.name.started, self.ended, self.oom_at)
+        pids = frozenset({job.process.pid, *self.pids})
+        found = postmortem.look(entries or (), cgroup=self.cgroup, scope=job.scope, pids=pids, since=since)
+        after = accounting.oom_kills(host, next(iter(self.around), ""))
+        risen = {path: after.get(path, count) - count for path, count in self.around.items()}
+        facts = Facts(
+            status=self.exit,
+            leader=job.process.pid,
+            oom_kills=oom_kills(self.figures),
+            kills=found.kills,
+            around=next(((path, count) for path, count in risen.items() if count > 0), ("", 0)),
+            oomd=found.oomd,
+            xids=postmortem.xids(entries or (), job.grant.gpus if job.grant else (), since),
+            journal=entries is not None,
+            released=self.released,
+        )
+        document = self.document(boot)
+        return document | {"measured": _with(document["measured"], found), "end": _end(facts)}
+
+
+def missed(document: dict[str, Any], entries: list[Entry] | None, *, boot: str) -> dict[str, Any]:
+    """The final report of a job that ended while no daemon ran, from what the last one wrote down."""
+    pid, measured = int(document["pid"]), document["measured"]
+    own = {"cgroup": str(document["cgroup"]), "scope": str(document["granted"]["scope"])}
+    found = postmortem.look(entries or (), **own, pids=frozenset({pid}), since=int(document["started"]))
+    facts = Facts(
+        leader=pid,
+        oom_kills=oom_kills(measured),
+        kills=found.kills,
+        oomd=found.oomd,
+        journal=entries is not None,
+        missed=True,
+        rebooted=document["boot"] != boot,
+    )
+    ended = {"state": "ended", "ended": now(), "seconds": None, "end": _end(facts)}
+    return document | ended | {"measured": _with(measured, found)}
+
+
+def oom_kills(figures: Figures) -> int:
+    """How many processes of its own cgroup the kernel has killed for want of memory."""
+    return int(figures.get("memory", {}).get("events", {}).get("oom_kill", 0))
+
+
+def now() -> int:
+    """Microseconds after 1970."""
+    return time.time_ns() // 1000
+
+
+def _with(measured: dict[str, Any], found: postmortem.Found) -> dict[str, Any]:
+    """The figures, with what PID 1 read of the scope after our last reading."""
+    if found.resources:
+        measured = {"of": "cgroup", "complete": False, **measured}
+    for group, name, number in found.resources:
+        known = measured.get(group, {})
+        measured[group] = {**known, name: max(number, known.get(name, 0))}
+    return measured
+
+
+def _end(facts: Facts) -> dict[str, Any]:
+    weighed = ending(facts)
+    return {
+        "cause": weighed.cause,
+        "sentence": weighed.sentence,
+        "evidence": list(weighed.evidence),
+        "status": facts.status,
+    }

@@ -1,0 +1,325 @@
+"""Keeps account of jobs while they run, and says in the end what they used, waited for, and how they ended.
+
+Nothing is polled while no job runs. A job's cgroup goes the moment its last process does, PID 1 sees to that, so what
+must be known of it is read before, at the cost of few wake-ups:
+- memory.events is watched (inotify), as an out-of-memory kill is the one figure that cannot be got afterwards;
+- all figures are read once a minute for all jobs together, first 10 s after a job's start, GPUs too;
+- and when the job's leader has exited, at once, before anything else: often that comes before PID 1.
+What the last reading missed is made up from PID 1's own entry about the ended scope (CPU time, newer ones also peak
+memory), and from the counters of the slices above, which stay. The journal is read once, a second after the end, for
+all jobs that ended meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from torchtuned import accounting, jobrecord, journal, postmortem, processes
+from torchtuned.cpulimits import limits
+from torchtuned.errors import HostError, InvalidRequest, NoSuchJob
+from torchtuned.gpus import Sample
+from torchtuned.host import Host
+from torchtuned.inotify import Inotify
+from torchtuned.jobrecord import Record, now
+from torchtuned.jobs import Job, State
+from torchtuned.manager import View
+from torchtuned.reportstore import Name, Store, find
+from torchtuned.scopes import MOUNT
+from torchtuned.usage import GpuFigures
+
+FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
+SETTLE_S = 1.0  # from a job's end until the journal is read: PID 1 and systemd-oomd write after the fact
+BURST_S = 1.0  # changes of memory.events within this are read once
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """The manager's View: it keeps account of what it is told, and hands it on to `shown`, the next View.
+
+    `sample` asks NVML, off the loop.
+    """
+
+    def __init__(self, host: Host, store: Store, shown: View, sample: Callable[[list[str]], dict[str, Sample]]) -> None:
+        self._host, self._store, self._shown, self._sample = host, store, shown, sample
+        self._running: dict[str, Record] = {}
+        self._ending: list[Record] = []
+        self._open: dict[tuple[int, int], dict[str, Any]] = {}  # (pid, start) -> what an earlier daemon left unfinished
+        self._inotify: Inotify | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+        self._boot = _boot(host)
+
+    async def load(self) -> None:
+        """Find what an earlier daemon left unfinished: before jobs are adopted."""
+
+        def unfinished() -> list[dict[str, Any]]:
+            documents = [self._store.read(name) for name in self._store.names()]
+            return [document for document in documents if document is not None and not document.get("ended")]
+
+        for document in await asyncio.to_thread(unfinished):
+            self._open[document.get("pid", 0), document.get("start", 0)] = document
+
+    def recover(self) -> None:
+        """After jobs were adopted: what is left ended while no daemon ran."""
+        left, self._open = self._open, {}
+        if left:
+            self._spawn(self._finish_missed(list(left.values())))
+
+    # -- what the manager tells --------------------------------------------------------------------------------------
+
+    def job_added(self, job: Job) -> None:
+        self._shown.job_added(job)
+        self._account(job)
+
+    def job_changed(self, job: Job) -> None:
+        self._shown.job_changed(job)
+        self._account(job)
+
+    def granted(self, job: Job, document: dict[str, Any]) -> None:
+        self._shown.granted(job, document)
+
+    def _account(self, job: Job) -> None:
+        """From the moment a job runs there is an account of it."""
+        record = self._running.get(job.id)
+        if record is not None:
+            record.job = job
+        elif job.state is State.RUNNING:
+            self._follow(job)
+
+    def leader_ended(self, job: Job) -> None:
+        """The first process of a job has exited: its cgroup may go any moment, so no thread is waited for."""
+        self._shown.leader_ended(job)
+        record = self._running.get(job.id)
+        if record is not None:
+            record.left_at = now()
+            record.take(accounting.of_job(self._host, job.process.pid, record.cgroup))
+
+    def job_removed(self, job: Job) -> None:
+        self._shown.job_removed(job)
+        record = self._running.pop(job.id, None)
+        if record is None:
+            return
+        record.job, record.ended = job, record.left_at if record.left_at and not record.cgroup else now()
+        record.released = not record.left_at and _lives(job)
+        if self._inotify is not None:
+            self._inotify.remove(job.id)
+        self._cancel(job.id)
+        self._ending.append(record)
+        if "settle" not in self._timers:
+            self._later("settle", SETTLE_S, lambda: self._spawn(self._finish()))
+        if not self._running:
+            self._cancel("read")
+
+    # -- what others ask ---------------------------------------------------------------------------------------------
+
+    def told(self, uid: int, pid: int, start: int, status: int) -> None:
+        """The parent of a job's first process says how that ended: its exit status, or -SIGNAL. NoSuchJob,
+        InvalidRequest.
+        """
+        if not -128 <= status <= 255:
+            raise InvalidRequest(f"{status} is neither an exit status nor the negative of a signal")
+        for record in (*self._running.values(), *self._ending):
+            process = record.job.process
+            if (process.pid, process.start) == (pid, start) and uid in (0, process.uid):
+                record.exit = status
+                return
+        raise NoSuchJob(f"process {pid} is no job of yours that has just ended")
+
+    async def report(self, uid: int, asked: str) -> dict[str, Any]:
+        """The report of a job, running or ended, by its number or the report's name. NoSuchJob; of another user's
+        jobs only root learns that there are any.
+        """
+        record = self._running.get(asked) or next((one for one in self._ending if one.job.id == asked), None)
+        if record is not None and uid in (0, record.job.process.uid):
+            if not record.ended:
+                await asyncio.to_thread(self._read, record)
+            return record.document(self._boot)
+        names = [name for name in await asyncio.to_thread(self._store.names) if uid in (0, name.uid)]
+        name = find(names, asked)
+        document = await asyncio.to_thread(self._store.read, name) if name else None
+        if document is None:
+            raise NoSuchJob(
+                f"there is no report of job {asked[:40]}", hint="torchtuned report lists those that are kept"
+            )
+        return document
+
+    async def reports(self, uid: int) -> list[dict[str, Any]]:
+        """All that a user may see, the newest first."""
+
+        def kept(names: Iterable[Name]) -> list[dict[str, Any]]:
+            return [document for name in names if (document := self._store.read(name)) is not None]
+
+        known = (*self._running.values(), *self._ending)
+        current = {one.name: one.document(self._boot) for one in known if uid in (0, one.job.process.uid)}
+        names = await asyncio.to_thread(self._store.names)
+        old = await asyncio.to_thread(kept, [n for n in names if uid in (0, n.uid) and n not in current])
+        return sorted([*current.values(), *old], key=lambda document: -int(document.get("started", 0)))
+
+    async def close(self) -> None:
+        """Write down what is known; the next daemon goes on from there."""
+        for name in list(self._timers):
+            self._cancel(name)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._finish()
+        for record in self._running.values():
+            await asyncio.to_thread(self._store.write, record.name, record.document(self._boot))
+        if self._inotify is not None:
+            asyncio.get_running_loop().remove_reader(self._inotify.fd)
+            self._inotify.close()
+            self._inotify = None
+
+    # -- while it runs -----------------------------------------------------------------------------------------------
+
+    def _follow(self, job: Job) -> None:
+        process = job.process
+        left = self._open.pop((process.pid, process.start), {})
+        started = int(left.get("started", 0)) or now()
+        record = Record(job=job, name=Name(started, int(job.id), process.uid))
+        record.cgroup = accounting.cgroup_of(self._host, process.pid, job.scope)
+        record.around = {str(path): int(count) for path, count in left.get("oom_kills_around", {}).items()}
+        if not record.around:
+            place = record.cgroup or limits(self._host, process.pid).cgroup
+            record.around = accounting.oom_kills(self._host, place)
+            record.around.pop(record.cgroup, None)
+        record.gpus = {address: GpuFigures(kept) for address, kept in left.get("gpus", {}).items()}
+        self._running[job.id] = record
+        if record.cgroup:
+            self._watch(record)
+        self._spawn(self._write(record))
+        if self._due() > FIRST_S:
+            self._later("read", FIRST_S, self._tick)
+
+    def _watch(self, record: Record) -> None:
+        try:
+            if self._inotify is None:
+                self._inotify = Inotify()
+                asyncio.get_running_loop().add_reader(self._inotify.fd, self._changed)
+            self._inotify.add(self._host, f"{MOUNT}{record.cgroup}/memory.events", record.job.id)
+        except (OSError, HostError) as e:
+            log.info("memory.events of job %s is not watched: %s", record.job.id, e)
+
+    def _changed(self) -> None:
+        assert self._inotify is not None
+        for job_id in self._inotify.changed():
+            record = self._running.get(job_id)
+            if record is not None and job_id not in self._timers:
+                self._read(record)
+                self._later(job_id, BURST_S, lambda record=record: self._read(record))  # type: ignore[misc]
+
+    def _tick(self) -> None:
+        self._spawn(self._read_all())
+        if self._running:
+            self._later("read", EVERY_S, self._tick)
+
+    async def _read_all(self) -> None:
+        records = list(self._running.values())
+        await asyncio.to_thread(self._read_each, records)
+        held = sorted({gpu for record in records if record.job.grant for gpu in record.job.grant.gpus})
+        samples = await asyncio.to_thread(self._sample, held) if held else {}
+        for record in records:
+            for address in record.job.grant.gpus if record.job.grant and not record.ended else ():
+                one = samples.get(address)
+                if one is not None and one.state == "ok":
+                    figures = record.gpus.setdefault(address, GpuFigures())
+                    figures.add(one.utilization, one.memory_used, one.power, one.temperature)
+
+    def _read_each(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._read(record)
+
+    def _read(self, record: Record) -> None:
+        if not record.ended:
+            record.take(accounting.of_job(self._host, record.job.process.pid, record.cgroup))
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def _finish(self) -> None:
+        """Explain and write all jobs that have ended since the last time."""
+        async with self._writing:
+            records = list(self._ending)
+            if not records:
+                return
+            entries = await asyncio.to_thread(self._journal, min(map(_since, records)))
+            for record in records:
+                document = await asyncio.to_thread(record.explained, self._host, entries, self._boot)
+                await asyncio.to_thread(self._store.write, record.name, document)
+                self._ending.remove(record)
+                log.info("job %s: %s", record.job.id, document["end"]["sentence"])
+            running = {record.name for record in (*self._running.values(), *self._ending)}
+            await asyncio.to_thread(self._store.prune, running)
+
+    async def _finish_missed(self, documents: list[dict[str, Any]]) -> None:
+        """Explain those that ended while no daemon ran, by what the last one wrote down."""
+        async with self._writing:
+            started = [int(document["started"]) for document in documents]
+            entries = await asyncio.to_thread(self._journal, min(started))
+            for document in documents:
+                name = Name(int(document["started"]), int(document["job"]), int(document["uid"]))
+                whole = jobrecord.missed(document, entries, boot=self._boot)
+                await asyncio.to_thread(self._store.write, name, whole)
+
+    def _journal(self, since: int) -> list[journal.Entry] | None:
+        try:
+            return journal.read(self._host, since)
+        except HostError as e:
+            log.info("how jobs ended is known in part only: %s", e)
+            return None
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    async def _write(self, record: Record) -> None:
+        async with self._writing:
+            if not record.ended:
+                await asyncio.to_thread(self._store.write, record.name, record.document(self._boot))
+
+    def _later(self, name: str, seconds: float, work: Callable[[], object]) -> None:
+        def due() -> None:
+            self._timers.pop(name, None)
+            work()
+
+        self._cancel(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, due)
+
+    def _cancel(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _due(self) -> float:
+        """Seconds until the next reading."""
+        timer = self._timers.get("read")
+        return float("inf") if timer is None else timer.when() - asyncio.get_running_loop().time()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("unexpected", exc_info=task.exception())
+
+
+def _since(record: Record) -> int:
+    return postmortem.since(record.name.started, record.ended, record.oom_at)
+
+
+def _lives(job: Job) -> bool:
+    try:
+        return processes.start_time(job.process.pid) == job.process.start
+    except OSError:
+        return False
+
+
+def _boot(host: Host) -> str:
+    try:
+        return host.read(BOOT_ID)
+    except HostError:
+        return ""
