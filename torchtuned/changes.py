@@ -11,6 +11,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchtuned.deadline import Deadline, Hung
 from torchtuned.errors import Failed, HostError, Missing, Refused
@@ -69,14 +70,7 @@ class Changes:
         chosen = [entry for knob, entry in reversed([*self.ledger.entries.items()]) if knob in wanted]
         if not chosen:
             return []
-        self.settle(
-            {
-                knob: replace(entry, state=State.UNDOING)
-                if knob in wanted and entry.state is not State.DRIFTED
-                else entry
-                for knob, entry in self.ledger.entries.items()
-            }
-        )
+        self.settle({knob: _begun(entry) if knob in wanted else entry for knob, entry in self.ledger.entries.items()})
         rows, left = [], dict(self.ledger.entries)
         place = {knob: (number, self._path(entry)) for number, (knob, entry) in enumerate(left.items())}
         for entry in chosen:
@@ -136,7 +130,7 @@ class Changes:
                 if number:
                     entry = self._entry(case, target, entry)
                     self.ledger.save({**self.ledger.entries, knob.id: entry})
-                now = self.deadline.run(knob.id, lambda target=target: self._set(knob, target))  # type: ignore[misc]
+                now = self.deadline.run(knob.id, partial(self._set, knob, target))
             except Hung as hung:
                 survey.hang(knob)
                 return case.row(Outcome.FAILED, hung.what), entry

@@ -252,8 +252,13 @@ class Engine:
             self._held[knob.id] = (fd, value)
             if self._on_hold:
                 self._on_hold(knob.id, fd)
-            tell(knob.id, case.current, value, case.wish.source)
-            rows.append(replace(case.row(reason=knob.describe(self.host, value)), current=knob.read(self.host)))
+            try:
+                now = self._deadline.run(knob.id, partial(knob.read, self.host))
+            except (HostError, Hung):
+                now = UNKNOWN
+            tell(knob.id, case.current, now, case.wish.source)
+            row = case.row(reason=f"held by torchtuned, at {value}; was {case.current}")
+            rows.append(replace(row, current=now))
         return rows
 
     def _let_go(self, knobs: Iterable[str]) -> list[Row]:

@@ -102,11 +102,13 @@ class Survey:
         if self.is_hanging(knob):
             return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason="not tried: one like it hangs"))
 
-        def look() -> tuple[str, Sequence[str] | None, str]:
-            return knob.read(self.host), knob.choices(self.host), knob.implied(self.host, self.pending)
+        def look() -> tuple[str, str, Sequence[str] | None, str]:
+            current = knob.read(self.host)
+            base = knob.unheld(self.host) if isinstance(knob, Held) and knob.id in self.held else current
+            return current, base, knob.choices(self.host), knob.implied(self.host, self.pending)
 
         try:
-            current, choices, implied = self.deadline.run(knob.id, look)
+            current, base, choices, implied = self.deadline.run(knob.id, look)
         except Hung as hung:
             self.hang(knob)
             return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason=hung.what))
@@ -119,11 +121,10 @@ class Survey:
             jobs_active=self.jobs_active,
             reassert=self.reassert,
         )
+        entry = self.entries.get(knob.id)
+        verdict = judge(wish, base, entry, situation, choices=choices, capacity=knob.capacity, implied=implied)
         if isinstance(knob, Held):
-            verdict = self._judge_held(knob, wish, current, situation, implied)
-        else:
-            entry = self.entries.get(knob.id)
-            verdict = judge(wish, current, entry, situation, choices=choices, capacity=knob.capacity, implied=implied)
+            verdict = self._held(knob, verdict)
         if verdict.targets:
             self.pending[knob.id] = verdict.targets[0]
         return Case(knob, wish, current, verdict)
@@ -136,14 +137,13 @@ class Survey:
         """Try no more knobs of this kind in this operation: each would take the whole deadline."""
         self.hanging.add(self._group(knob))
 
-    def _judge_held(self, knob: Held, wish: Wish, current: str, situation: Situation, implied: str) -> Verdict:
+    def _held(self, knob: Held, verdict: Verdict) -> Verdict:
+        """What is to be done about a value that may be held: keep it, or let it go (and hold another one)."""
         held = self.held.get(knob.id)
-        base = current if held is None else knob.unheld(self.host)
-        verdict = judge(wish, base, None, situation, implied=implied)
         if held is None:
             return verdict
         if held in verdict.targets:
-            return replace(verdict, targets=(), ours=True, reason=knob.describe(self.host, held))
+            return replace(verdict, targets=(), ours=True, reason=f"held by torchtuned, at {held}")
         return replace(verdict, release=True)
 
     @staticmethod

@@ -70,10 +70,6 @@ class Held(Knob):
         """The value when nobody holds one."""
         raise NotImplementedError
 
-    def describe(self, host: Host, value: str) -> str:
-        """What holding a value does."""
-        raise NotImplementedError
-
 
 class Family(Protocol):
     """Knobs of one kind. `name` is the first part of their ids."""

@@ -192,7 +192,7 @@ def _switch(text: str, *, inverted: bool = False) -> str:
 def on_battery(host: Host) -> bool:
     """Whether the machine itself (not a mouse) is discharging a battery, and no power supply is plugged in."""
     folder, discharging = "/sys/class/power_supply", False
-    for name in host.list(folder):
+    for name in host.list(folder) if host.exists(folder) else ():
         words = {}
         for file in ("type", "online", "status", "scope"):
             try:

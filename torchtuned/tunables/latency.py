@@ -52,10 +52,6 @@ class Latency(Held):
     def hold(self, host: Host, value: str) -> int:
         return host.hold(DEVICE, struct.pack("=i", int(value)))
 
-    def describe(self, host: Host, value: str) -> str:
-        out = [f"{name} ({latency} us)" for latency, name in idle_states(host) if latency > int(value)]
-        return f"held by torchtuned; keeps CPUs out of {', '.join(out)}"
-
     @staticmethod
     def _slowest(host: Host, limit: int) -> str:
         allowed = [latency for latency, _ in idle_states(host) if latency <= limit]

@@ -101,9 +101,10 @@ def config_files(host: Host, folders: Sequence[str]) -> dict[str, str]:
     """The name of each *.conf that counts, with its folder: of one name the first folder's."""
     files: dict[str, str] = {}
     for folder in folders:
-        for name in host.list(folder):
-            if name.endswith(".conf"):
-                files.setdefault(name, folder)
+        with contextlib.suppress(HostError):  # a folder that not even root may read says nothing
+            for name in host.list(folder):
+                if name.endswith(".conf"):
+                    files.setdefault(name, folder)
     return files
 
 
