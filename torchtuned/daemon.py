@@ -29,6 +29,7 @@ from torchtuned.engine import Engine
 from torchtuned.errors import TorchtunedError
 from torchtuned.gpus import Gpus, Sample
 from torchtuned.host import Host
+from torchtuned.hostchecks import HostChecks
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.hotplug import Batch, Hotplug
 from torchtuned.jobs import Jobs
@@ -80,6 +81,9 @@ class Daemon:
         self.reports = Reports(host, Store(state_dir / FOLDER), self.api, self.gpus.sample)
         self.manager = Manager(
             host, Jobs(run_dir / "jobs.json"), self.policy, self.systemd, self.reports, jobs_active=self._jobs_active
+        )
+        self.api.host_checks = HostChecks(
+            host, self.gpus, jobs=lambda: self.manager.jobs, ours=lambda: self.engine.ledger.entries
         )
         self._samples: dict[str, Sample] = {}
         self._hotplug: Hotplug | None = None

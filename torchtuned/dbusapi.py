@@ -16,6 +16,7 @@ from torchtuned.bus import Bus, Call, Variant
 from torchtuned.cpuset import format_list
 from torchtuned.errors import InvalidRequest, NoSuchJob
 from torchtuned.gpus import Sample
+from torchtuned.hostchecks import HostChecks
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job
 from torchtuned.manager import Manager
@@ -59,6 +60,7 @@ class Api:
         self._samples: Mapping[str, Sample] = {}
         self._manager: Manager
         self._policy: HostPolicy
+        self.host_checks: HostChecks
         self._reports: Reports
 
     def start(self, manager: Manager, policy: HostPolicy, reports: Reports, changed: Callable[[], None]) -> None:
@@ -190,7 +192,9 @@ class Api:
         return []
 
     async def _check(self, call: Call) -> list[Any]:
-        """What the daemon itself knows to be amiss. `torchtuned check` adds what it finds as its user."""
+        """What the daemon itself knows to be amiss, and what it sees as root. `torchtuned check` adds what it finds as
+        its user. What concerns a job is for its user and for root: it may quote the job's environment.
+        """
         hint = "see journalctl -u torchtuned"
         found = [_finding("degraded", "error", reason, "", hint) for reason in self._policy.degraded]
         for row in await self._policy.verify():
@@ -198,6 +202,11 @@ class Api:
                 evidence = f"{row.knob} is {row.current}, wanted is {row.wanted}: {row.reason}"
                 title = f"{row.knob} {row.outcome}"
                 found.append(_finding("knob", FINDINGS[row.outcome], title, evidence, "torchtuned apply", row.source))
+        caller = await uid(self._bus, call.sender)
+        mine = {job.id for job in self._manager.jobs if caller in (0, job.process.uid)}
+        seen = await self.host_checks.findings()
+        documents = [finding.document() for finding in seen if not finding.job or finding.job in mine]
+        found += [{key: Variant("s", value) for key, value in document.items()} for document in documents]
         return [found]
 
     async def _allow(self, call: Call, verb: str) -> None:

@@ -120,14 +120,15 @@ class Machine:
 
     def workers(self) -> Iterator[tuple[int, str]]:
         """The processes that train, as far as anybody can tell, each with its job's id or "": those of torchtuned's
-        jobs, and those that compute on a GPU.
+        jobs, and those that compute on a GPU. The daemon, which sees into all of them and answers everybody, keeps to
+        jobs, whose user it can tell from others.
         """
         seen = set()
         for job in self.jobs:
             for pid in self.family(job.pid):
                 seen.add(pid)
                 yield pid, job.id
-        for reading in self.readings.values():
+        for reading in self.readings.values() if self.caller else ():
             for pid, _ in reading.values.get("processes", ()):
                 if pid not in seen and pid in self.parents:
                     seen.add(pid)
