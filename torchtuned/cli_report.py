@@ -143,7 +143,7 @@ def _granted(granted: dict[str, Any]) -> list[tuple[str, str]]:
     got = [
         f"CPUs {granted['cpus'] or 'none'}" + (", shared with other jobs" if granted.get("shared") else ""),
         f"memory node {nodes}" if nodes else "",
-        f"{granted['threads']} threads",
+        _count(granted["threads"], "thread"),
         f"a CPU quota of {granted['cpu_max']}" if granted.get("cpu_max") else "",
         by.get(str(granted.get("confinement")), ""),
     ]
@@ -165,8 +165,8 @@ def _used(one: Report, measured: dict[str, Any]) -> list[tuple[str, str]]:
             waits.append(f"{words} {_share(some, seconds)}{whole}")
     rows.append(("Waited", together(waits)))
     if measured["of"] == "processes":
-        rows.append(("", "It had no cgroup of its own: these are only figures of its processes, as far as they were"))
-        rows.append(("", "there to be seen; throttling, waiting and storage are not known."))
+        only = "No cgroup of its own: these are only figures of its processes, as far as they were there to be seen;"
+        rows.append(("", f"{only} throttling, waiting and storage are not known."))
     elif one.get("end") and not measured.get("complete"):
         at = measured.get("at")
         last = f"The last reading was at {since(at)}" if at else "No reading came off"
@@ -178,11 +178,15 @@ def _cpu(measured: dict[str, Any], seconds: float, cpus: int) -> str:
     usage = within(measured, "cpu", "usage_s")
     if usage is None:
         return ""
-    busy = f"{100 * usage / seconds / cpus:.0f} % of its {cpus} CPUs" if seconds > 0 and cpus else ""
+    busy = f"{100 * usage / seconds / cpus:.0f} % of its {_count(cpus, 'CPU')}" if seconds > 0 and cpus else ""
     throttled, times = within(measured, "cpu", "throttled_s"), within(measured, "cpu", "throttled")
     held = ""
     if times is not None:
-        held = f"held up by a quota {times:.0f} times, {duration(throttled or 0)}" if times else "no quota held it up"
+        held = (
+            f"held up by a quota {_count(int(times), 'time')}, {duration(throttled or 0)}"
+            if times
+            else "no quota held it up"
+        )
     return together((f"{duration(usage)} of CPU time", busy, held))
 
 
@@ -196,6 +200,10 @@ def _memory(measured: dict[str, Any]) -> str:
             f"the kernel killed {events['oom_kill']} of its processes" if events.get("oom_kill") else "",
         )
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _of(number: float | None, what: str) -> str:

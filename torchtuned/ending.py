@@ -78,7 +78,7 @@ def oom_kill(text: str) -> OomKill | None:
     found = OOM_LINE.search(text)
     if not found:
         return None
-    said = dict(re.findall(r"(oom_memcg|task_memcg)=([^,]*)", text))
+    said = dict(re.findall(r"(oom_memcg|task_memcg)=([^,]*)", text[: found.start(2)]))  # the name may hold anything
     return OomKill(
         constraint=found[1],
         task=found[2],
@@ -101,9 +101,7 @@ def ending(facts: Facts) -> Ending:
         return oom
     if facts.status is not None:
         told = _by_status(facts)
-        before = (
-            " Before that the kernel's out-of-memory killer had killed one of its processes." if oom.sentence else ""
-        )
+        before = f" Before that: {oom.sentence[0].lower()}{oom.sentence[1:]}" if oom.sentence else ""
         return Ending(cause=told.cause, sentence=told.sentence + before, evidence=(*told.evidence, *oom.evidence))
     return _unknown(facts)
 

@@ -261,7 +261,7 @@ def test_without_a_cgroup_the_processes_are_looked_at(bus: PrivateBus, daemon: S
         assert "pressure" not in measured
     final(bus)
     text = " ".join(torchtuned(bus, "report", "1").stdout.split())
-    assert "It had no cgroup of its own: these are only figures of its processes" in text
+    assert "No cgroup of its own: these are only figures of its processes" in text
 
 
 # who may see and say what

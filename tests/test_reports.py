@@ -1,0 +1,160 @@
+"""What keeping account costs: nothing while no job runs, and NVML only for jobs that have GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.tree import make_tree
+
+from torchtuned import reports
+from torchtuned.gpus import Sample
+from torchtuned.host import Host
+from torchtuned.jobs import Job, State
+from torchtuned.placement import Grant, Request
+from torchtuned.processes import Process
+from torchtuned.reports import Reports
+from torchtuned.reportstore import Store
+
+GPU = "0000:01:00.0"
+SCOPE = "torchtuned-job-1.scope"
+BASE = f"sys/fs/cgroup/user.slice/{SCOPE}"
+
+
+class Shown:
+    """The next View: counts what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def job_added(self, job: Job) -> None:
+        self.heard.append("added")
+
+    def job_changed(self, job: Job) -> None:
+        self.heard.append("changed")
+
+    def leader_ended(self, job: Job) -> None:
+        self.heard.append("leader")
+
+    def job_removed(self, job: Job) -> None:
+        self.heard.append("removed")
+
+    def granted(self, job: Job, document: dict[str, Any]) -> None:
+        self.heard.append("granted")
+
+
+class Setting:
+    def __init__(self, folder: Path) -> None:
+        self.tree = make_tree(
+            folder / "machine",
+            {
+                "proc/self/cgroup": "0::/user.slice/session-1.scope\n",
+                f"{BASE}/cpu.stat": "usage_usec 1000000\n",
+                f"{BASE}/memory.events": "oom_kill 0\n",
+            },
+        )
+        self.asked: list[list[str]] = []
+        self.shown = Shown()
+        self.store = Store(folder / "reports")
+        self.reports = Reports(Host(self.tree), self.store, self.shown, self.sample)
+
+    def sample(self, addresses: list[str]) -> dict[str, Sample]:
+        self.asked.append(addresses)
+        return {address: Sample(address=address, state="ok", utilization=50, memory_used=7) for address in addresses}
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    monkeypatch.setattr(reports, "SETTLE_S", 0.0)
+    return Setting(tmp_path)
+
+
+def job(*gpus: str, state: State = State.RUNNING) -> Job:
+    grant = Grant(cpus=frozenset({0, 1}), gpus=gpus, threads=2)
+    process = Process(pid=2**22 + 1, start=5, uid=1000)  # a pid that no process has
+    return Job(id="1", process=process, request=Request(), since=1, state=state, grant=grant, scope=SCOPE)
+
+
+async def written(setting: Setting) -> dict[str, Any]:
+    """The report on disk when the daemon is through with it."""
+    async with asyncio.timeout(20):
+        while not any((found := setting.store.read(name)) and found["end"] for name in setting.store.names()):
+            await asyncio.sleep(0.01)
+    assert found
+    return found
+
+
+def test_no_timer_and_no_watch_without_a_running_job(setting: Setting) -> None:
+    async def live() -> None:
+        setting.reports.job_added(job(state=State.QUEUED))
+        assert (setting.reports._timers, setting.reports._inotify) == ({}, None)
+        setting.reports.job_changed(job())
+        assert list(setting.reports._timers) == ["read"]
+        setting.reports.leader_ended(job())
+        setting.reports.job_removed(job())
+        await written(setting)
+        assert setting.reports._timers == {}
+        await setting.reports.close()
+
+    asyncio.run(live())
+    assert setting.shown.heard == ["added", "changed", "leader", "removed"]
+    assert setting.asked == []
+
+
+def test_one_timer_for_all_jobs(setting: Setting) -> None:
+    async def live() -> None:
+        for number in range(1, 5):
+            one = job()
+            setting.reports.job_added(Job(**{**vars(one), "id": str(number), "scope": ""}))
+        assert list(setting.reports._timers) == ["read"]
+        await setting.reports.close()
+
+    asyncio.run(live())
+
+
+def test_nvml_is_asked_for_held_gpus_only(setting: Setting) -> None:
+    async def live() -> None:
+        setting.reports.job_added(job())
+        await setting.reports._read_all()
+        assert setting.asked == []
+        setting.reports.job_changed(job(GPU))
+        await setting.reports._read_all()
+        await setting.reports._read_all()
+        setting.reports.job_removed(job(GPU))
+        found = await written(setting)
+        assert found["gpus"] == {GPU: {"samples": 2, "utilization_mean": 50, "utilization_samples": 2, "memory_max": 7}}
+        await setting.reports.close()
+
+    asyncio.run(live())
+    assert setting.asked == [[GPU], [GPU]]
+
+
+def test_a_flood_of_events_is_read_twice_a_second_at_most(setting: Setting) -> None:
+    async def live() -> None:
+        reads: list[int] = []
+        read = setting.reports._read
+        setting.reports._read = lambda record: (reads.append(1), read(record))[1]  # type: ignore[method-assign]
+        setting.reports.job_added(job())
+        for number in range(50):
+            (setting.tree / BASE / "memory.events").write_text(f"oom_kill {number}\n")
+            await asyncio.sleep(0)
+        assert len(reads) == 1
+        assert sorted(setting.reports._timers) == ["1", "read"]  # the second one comes when the burst is over
+        await setting.reports.close()
+
+    asyncio.run(live())
+
+
+def test_what_is_known_at_the_stop_is_written(setting: Setting) -> None:
+    async def live() -> None:
+        setting.reports.job_added(job())
+        await setting.reports._read_all()
+        await setting.reports.close()
+
+    asyncio.run(live())
+    [name] = setting.store.names()
+    found = setting.store.read(name)
+    assert found is not None
+    assert (found["state"], found["measured"]["cpu"]["usage_s"]) == ("running", 1.0)
