@@ -121,8 +121,8 @@ class Daemon:
             return 1
         lost.cancel()
         why = await self.systemd.own_job()
-        self.notifier.send(f"STOPPING=1\nSTATUS=Ending ({why or 'no job'})")
-        await self._end(give_back=why == "stop")
+        self.notifier.send(f"STOPPING=1\nSTATUS=Ending ({why or 'killed'})")
+        await self._end(give_back=why in ("stop", ""))  # killed by hand, nobody comes after us either
         return 0
 
     async def _end(self, *, give_back: bool) -> None:

@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 class Pid1(Protocol):
-    """The service manager, as far as jobs need it. Every coroutine may raise TorchtunedError."""
+    """The service manager, as far as jobs need it. Every coroutine may raise TorchtunedError. Version 0: not there."""
+
+    version: int
 
     async def start_scope(self, scope: scopes.Scope) -> None: ...
     async def set_cpus(self, name: str, cpus: CpuSet) -> None: ...
@@ -48,9 +50,9 @@ class View(Protocol):
 
     def job_added(self, job: Job) -> None: ...
     def job_changed(self, job: Job) -> None: ...
+    def leader_ended(self, job: Job) -> None: ...
     def job_removed(self, job: Job) -> None: ...
     def granted(self, job: Job, document: dict[str, Any]) -> None: ...
-    def leader_ended(self, job: Job) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -253,9 +255,7 @@ class Manager:
         request = replace(job.request, affinity=found.affinity or None, cpu_max=found.cpu_max)
         taken = [j.grant for j in self._table if j.grant is not None and j.id not in around]
         grant = place(self.topology, taken, request, rules)
-        how = scopes.confinement(
-            self._host, found.cgroup, admin=self._policy.config.jobs.confine, asked=request.confine
-        )
+        how = self._how(job, found)
         return replace(
             job,
             state=State.GRANTED,
@@ -263,6 +263,11 @@ class Manager:
             confinement=how.mode if grant.bound else "none",
             warnings=(how.warning,) if how.warning and grant.bound else (),
         )
+
+    def _how(self, job: Job, found: Limits) -> scopes.Confinement:
+        """How the job can be kept to its CPUs from where it is now."""
+        admin, asked = self._policy.config.jobs.confine, job.request.confine
+        return scopes.confinement(self._host, found.cgroup, admin=admin, asked=asked, systemd=self._pid1.version > 0)
 
     def _serve_queue(self) -> None:
         """Give what is free to those who wait, first come first served in each of the two queues."""
@@ -287,8 +292,7 @@ class Manager:
         """Have PID 1 make the job's scope. Where that fails the job runs all the same, by affinity, and hears why."""
         assert job.grant is not None
         found = await asyncio.to_thread(limits, self._host, job.process.pid)
-        config = self._policy.config
-        how = scopes.confinement(self._host, found.cgroup, admin=config.jobs.confine, asked=job.request.confine)
+        how = self._how(job, found)
         if how.move is None or not job.grant.bound or job.id not in self._pidfds:
             return job if job.confinement != "cpuset" else replace(job, confinement="affinity")
         cpuset = job.confinement == "cpuset" and how.mode == "cpuset"
@@ -329,12 +333,12 @@ class Manager:
     def _leader_ended(self, job_id: str) -> None:
         self._unwatch(job_id)
         job = self._table.get(job_id)
+        if job is not None:
+            self._view.leader_ended(job)
         if job is not None and job.scope:
             self._spawn(self._check_scope(job_id))
         elif job is not None:
             self._end(job_id, "its process ended")
-        if job is not None:
-            self._view.leader_ended(job)
 
     async def _check_scope(self, job_id: str) -> None:
         """End a job whose process and scope are gone. A process that left its scope is a job still, but unconfined."""

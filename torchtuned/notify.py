@@ -1,16 +1,22 @@
 """What PID 1 is told of us: ready, status, descriptors to keep over a restart.
 
-sd_notify waits while PID 1 does not read (it reloads, say, and ten messages are before ours), so it runs in a thread.
-Without NOTIFY_SOCKET nothing is sent and no thread is made.
+Sending waits while PID 1 does not read (it reloads, say, and ten messages are before ours), so a thread does it; and
+not with python3-systemd's notify(), which keeps the interpreter locked meanwhile. Without NOTIFY_SOCKET nothing is
+sent and no thread is made.
 """
 
 from __future__ import annotations
 
+import array
+import logging
 import os
+import socket
 import threading
 from queue import Empty, SimpleQueue
 
-from systemd import daemon as sd  # type: ignore[attr-defined]
+from systemd.daemon import listen_fds_with_names  # type: ignore[import-untyped]
+
+log = logging.getLogger(__name__)
 
 
 class Notifier:
@@ -20,7 +26,9 @@ class Notifier:
         self._queue: SimpleQueue[tuple[str, int | None] | None] = SimpleQueue()
         self._status: SimpleQueue[str] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        if "NOTIFY_SOCKET" in os.environ:
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        if address:
             self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
             self._thread.start()
 
@@ -50,14 +58,20 @@ class Notifier:
             self._thread.join(1.0)
 
     def _work(self) -> None:
-        while (message := self._queue.get()) is not None:
-            text, fd = message
-            if not text:
-                text = self._last_status()
-            if text:
-                sd.notify(text, fds=[] if fd is None else [fd])
-            if fd is not None:
-                os.close(fd)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            while (message := self._queue.get()) is not None:
+                text, fd = message
+                text = text or self._last_status()
+                try:
+                    if text:
+                        fds = array.array("i", [] if fd is None else [fd])
+                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else []
+                        sender.sendmsg([text.encode()], rights, 0, self._address)
+                except OSError as e:
+                    log.warning("PID 1 cannot be told %r: %s", text, e.strerror)
+                finally:
+                    if fd is not None:
+                        os.close(fd)
 
     def _last_status(self) -> str:
         text = ""
@@ -71,7 +85,7 @@ class Notifier:
 def kept() -> dict[str, int]:
     """The descriptors that PID 1 kept for us, by name. Of two with one name the later counts."""
     found: dict[str, int] = {}
-    for fd, name in sd.listen_fds_with_names().items():
+    for fd, name in listen_fds_with_names().items():
         if name in found:
             os.close(found[name])
         found[name] = fd

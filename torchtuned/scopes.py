@@ -61,14 +61,15 @@ class Confinement:
     warning: str = ""
 
 
-def confinement(host: Host, cgroup: str, *, admin: str, asked: str | None) -> Confinement:
+def confinement(host: Host, cgroup: str, *, admin: str, asked: str | None, systemd: bool) -> Confinement:
     """Choose for a process in `cgroup`. `admin` is [jobs] confine (auto, cpuset, affinity, none), `asked` the user's
     wish, which goes first; only where it would need a cpuset that wipes affinities does the admin have the last word.
+    `systemd`: there is one that makes scopes.
     """
     mode = asked or admin
     if mode == "none":
         return Confinement(mode="none")
-    place = move(host, cgroup)
+    place = move(host, cgroup) if systemd else "there is no systemd to make a scope"
     if isinstance(place, str):
         warning = f"no cpuset: {place}" if mode == "cpuset" else ""
         return Confinement(mode="affinity", warning=warning)

@@ -152,14 +152,19 @@ class Systemd:
         return frozenset(unit[0] for unit in found if unit[3] in ("active", "activating", "reloading"))
 
     async def own_job(self) -> str:
-        """What PID 1 is doing with our own unit: "stop", "restart", … or "" when nothing, or we are in no unit."""
+        """What PID 1 is doing with our own unit: "stop", "restart", … or "" when nothing, as when we are in no unit.
+
+        "unknown" when it does not say.
+        """
         try:
             [path] = await self._call("GetUnitByPID", "u", [os.getpid()])
             number, job = await self._get(path, f"{SERVICE}.Unit", "Job")
             return str(await self._get(job, f"{SERVICE}.Job", "JobType")) if number else ""
         except CallFailed as e:
-            log.info("systemd does not say why we stop: %s", e)
-            return ""
+            if e.absent or e.dbus_name.endswith("NoUnitForPID"):
+                return ""
+            log.warning("systemd does not say why we stop: %s", e)
+            return "unknown"
 
     async def _call(self, member: str, signature: str = "", body: Sequence[Any] = (), fds: Sequence[int] = ()) -> Any:
         return await self._bus.call(SERVICE, PATH, MANAGER, member, signature, body, fds=fds, timeout_s=DEADLINE_S)

@@ -15,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -68,8 +68,8 @@ def daemon(bus: PrivateBus, daemons: list[Daemon]) -> Iterator[Callable[..., Dae
     """daemon(arguments…) starts torchtunedd and waits until it has its name; wait_for("ready") for its policy, too."""
     started = daemons
 
-    def start(*arguments: object, ready: bool = True, **environment: str) -> Daemon:
-        one = Daemon(bus, tuple(map(str, arguments)), environment)
+    def start(*arguments: object, ready: bool = True, keep: Mapping[str, int] | None = None) -> Daemon:
+        one = Daemon(bus, *map(str, arguments), keep=keep)
         started.append(one)
         if ready:
             one.wait_for("READY=1")

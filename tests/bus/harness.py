@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,14 @@ CONFIG = """\
 """
 
 
+HAND_OVER = """\
+import os, sys
+fds = [os.dup(int(fd)) for fd in sys.argv[1].split(",")]
+for i, fd in enumerate(fds):
+    os.dup2(fd, 3 + i)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 PROFILE = """\
 [cpu]
 governor = performance
@@ -179,6 +188,10 @@ class Service:
     def get(self, key: str) -> Any:
         return json.loads(self.bus.call("/test", "org.torchtuned1.Test", "Get", "s", key, to=self.name)[0])
 
+    def call_remove(self, scope: str) -> None:
+        """Of PID 1: the last process of a scope has left it."""
+        self.bus.call("/test", "org.torchtuned1.Test", "Remove", "s", scope, to=self.name)
+
     def calls(self, member: str) -> list[Any]:
         return [arguments for name, arguments in self.get("calls") if name == member]
 
@@ -253,7 +266,7 @@ class Puppet:
 class Daemon:
     """torchtunedd on a private bus. `ready` and `status` come through its NOTIFY_SOCKET, as systemd has them."""
 
-    def __init__(self, bus: PrivateBus, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(self, bus: PrivateBus, *arguments: str, keep: Mapping[str, int] | None = None) -> None:
         self.bus, self.folder = bus, bus.folder
         self.run_dir, self.state_dir = bus.folder / "run", bus.folder / "state"
         self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -263,10 +276,17 @@ class Daemon:
         self.log = bus.folder / "daemon.log"
         self.kept: dict[str, int] = {}
         self.said: list[str] = []
+        keep, extra = keep or {}, {"NOTIFY_SOCKET": name}
         command = [sys.executable, "-m", "torchtuned.daemon", f"--run-dir={self.run_dir}"]
+        if keep:  # as PID 1 hands them over: from descriptor 3 on, for this very process
+            command = [sys.executable, "-c", HAND_OVER, ",".join(map(str, keep.values())), *command]
+            extra |= {"LISTEN_FDS": str(len(keep)), "LISTEN_FDNAMES": ":".join(keep)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, f"--state-dir={self.state_dir}", *arguments], env={**bus.environment, **environment, "NOTIFY_SOCKET": name}, stderr=log
+                [*command, f"--state-dir={self.state_dir}", *arguments],
+                env={**bus.environment, **extra},
+                pass_fds=list(keep.values()),
+                stderr=log,
             )
 
     def wait_for(self, text: str) -> str:

@@ -3,6 +3,7 @@
     ["pid"]  ["register", pid, request]  ["call", path, interface, member, signature, arguments…]
     ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
     ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
+    ["lie", member, signature, arguments] (a signal as if from PID 1)
 
 Answers {"value": …} or {"error": "NAME: text"}.
 """
@@ -64,6 +65,9 @@ class Puppet:
     async def call(self, path: str, interface: str, member: str, signature: str = "", *body: Any) -> Any:
         return await (await self.bus()).call("org.torchtuned1", path, interface, member, signature, list(body))
 
+    async def patient(self, path: str, interface: str, member: str) -> Any:
+        return await (await self.bus()).call("org.torchtuned1", path, interface, member, timeout_s=60)
+
     async def interactive(self, member: str, signature: str = "", *body: Any) -> Any:
         bus = await self.bus()
         return await bus.call("org.torchtuned1", ROOT, MANAGER, member, signature, list(body), interactive=True)
@@ -76,14 +80,25 @@ class Puppet:
             for fd in fds:
                 os.close(fd)
 
+    async def lie(self, member: str, signature: str, body: list[Any]) -> None:
+        """Send a signal of PID 1 to the daemon, as anybody may."""
+        from dbus_next import Message
+
+        bus = await self.bus()
+        pid1 = "org.freedesktop.systemd1"
+        message = Message.new_signal("/org/freedesktop/systemd1", f"{pid1}.Manager", member, signature, body)
+        message.destination = bus.owner("org.torchtuned1")
+        await bus._bus.send(message)
+
     async def open(self, count: int) -> int:
         for _ in range(count):
             self.buses.append(await Bus.connect())
         return len(self.buses)
 
     async def pin(self, cpus: str) -> str:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), parse_list(cpus))
+        wanted = parse_list(cpus) & os.sched_getaffinity(0)  # a machine in a folder may have more than there are here
+        for thread in os.listdir("/proc/self/task") if wanted else ():
+            os.sched_setaffinity(int(thread), wanted)
         return await self.mask()
 
     async def mask(self) -> str:

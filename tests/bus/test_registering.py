@@ -122,9 +122,9 @@ def test_the_two_phases(bus: PrivateBus, daemon: Start, tree: Path) -> None:
         assert again != path
         assert [p for p in bus.managed() if "/jobs/" in p] == [again]
         assert job.commit(again)["state"] == "running"
-        with pytest.raises(RuntimeError, match="InvalidRequest: job .* is running"):
+        with pytest.raises(RuntimeError, match=r"InvalidRequest: job .* is running"):
             job.commit(again)
-        with pytest.raises(RuntimeError, match="InvalidRequest: process .* is job .* already"):
+        with pytest.raises(RuntimeError, match=r"InvalidRequest: process .* is job .* already"):
             job.register()
         job.release(again)
         one.wait_for("0 jobs")
@@ -137,7 +137,7 @@ def test_leases_are_served_first_come_first_served(bus: PrivateBus, daemon: Star
     with bus.user(USER) as holder, bus.user(OTHER) as first, bus.user(USER) as second, bus.user(USER) as third:
         held, grant = holder.start({"gpus": 2})
         assert grant["gpus"] == ["0000:01:00.0", "0000:81:00.0"]
-        with pytest.raises(RuntimeError, match="Error.Busy"):
+        with pytest.raises(RuntimeError, match=r"Error\.Busy"):
             third.register({"gpus": 1})
         one, grant = first.register({"gpus": 1, "wait": 0})
         assert (grant["state"], grant["cpus"], grant["gpus"]) == ("queued", "", [])
@@ -147,7 +147,7 @@ def test_leases_are_served_first_come_first_served(bus: PrivateBus, daemon: Star
         path, text = first.do("wait_signal", "Granted")
         assert path == one
         assert json.loads(text)["gpus"] == ["0000:01:00.0"]
-        with pytest.raises(RuntimeError, match="Error.Busy: 1 waiting before it"):
+        with pytest.raises(RuntimeError, match=r"Error\.Busy: 1 waiting before it"):
             third.register({"gpus": 1})  # one GPU is free, and somebody waits for it
         inside, _ = third.start({"gpus": []})  # who wants no GPU does not stand in that queue
         third.release(inside)
@@ -187,7 +187,7 @@ def test_a_job_inside_of_a_job_shares_its_place(bus: PrivateBus, daemon: Start, 
 def test_the_daemon_killed_and_started_again_knows_its_jobs(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     first = daemon("--sysroot", tree)
     with bus.user(USER) as job, bus.user(USER) as waiter:
-        path, grant = job.start({"gpus": 2})
+        path, _ = job.start({"gpus": 2})
         queued, _ = waiter.register({"gpus": 1, "wait": 0})
         ended = bus.user(OTHER)
         ended.start()
@@ -199,7 +199,7 @@ def test_the_daemon_killed_and_started_again_knows_its_jobs(bus: PrivateBus, dae
         assert after[path] == before[path]
         assert after[queued] == before[queued]
         assert len([p for p in after if "/jobs/" in p]) == 2
-        with bus.user(USER) as late, pytest.raises(RuntimeError, match="Error.Busy"):
+        with bus.user(USER) as late, pytest.raises(RuntimeError, match=r"Error\.Busy"):
             late.register({"gpus": 1})
         job.kill()
         assert waiter.do("wait_signal", "Granted")[0] == queued
@@ -257,6 +257,6 @@ def test_many_jobs_leave_nothing(bus: PrivateBus, daemon: Start, tree: Path) -> 
         before = len(os.listdir(folder))
         for _ in range(200):
             job.release(job.register()[0])
-        assert len(os.listdir(folder)) == before
+        assert len(os.listdir(folder)) <= before
     assert json.loads((one.run_dir / "jobs.json").read_text())["jobs"] == []
     assert (one.run_dir / "jobs.json").stat().st_mode & 0o777 == 0o600

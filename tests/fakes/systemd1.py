@@ -8,7 +8,8 @@ and goes away then, as with CollectMode=inactive-or-failed. Run it beside a priv
 
 It prints "ready" when it owns its name. org.torchtuned1.Test.Set(key, JSON) on /test steers it and Get reads:
 `hang` (members that are never answered), `fail` (member -> D-Bus error name), `job` (our unit's job type),
-`active` (unit names), `result` (how start jobs end), `calls` (all (member, arguments) so far), `scopes`.
+`active` (unit names), `result` (how start jobs end), `linger` (scopes outlive their processes), `reload` (units are
+removed and there again), `calls` (all (member, arguments) so far), `scopes`. Remove(scope) ends one.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def plain(value: Any) -> Any:
 class Pid1:
     def __init__(self, bus: MessageBus, version: int) -> None:
         self.bus, self.version = bus, version
-        self.subscribed = False
+        self.subscribers: set[str] = set()
         self.knobs: dict[str, Any] = {"hang": [], "fail": {}, "job": "", "active": [], "result": "done"}
         self.calls: list[Any] = []
         self.scopes: dict[str, dict[str, Any]] = {}
@@ -96,6 +97,9 @@ class Pid1:
                 for name in self.scopes:
                     self.signal("UnitRemoved", "so", [name, self.unit_path(name)])
             return "", []
+        if message.member == "Remove":
+            self.remove(message.body[0])
+            return "", []
         values = {**self.knobs, "calls": self.calls, "scopes": self.scopes}
         return "s", [json.dumps(values[message.body[0]])]
 
@@ -118,12 +122,14 @@ class Pid1:
             raise Refused("org.freedesktop.DBus.Error.InvalidArgs", f"{member} takes {signature}")
         if member == "StartTransientUnit":
             return handler(*body, fds=message.unix_fds)
+        if member == "Subscribe":
+            return self.subscribe(message.sender)
         return handler(*body)
 
-    def subscribe(self) -> tuple[Any, ...]:
-        if self.subscribed:
+    def subscribe(self, sender: str) -> tuple[Any, ...]:
+        if sender in self.subscribers:
             raise Refused(f"{SERVICE}.AlreadySubscribed", "Client is already subscribed.")
-        self.subscribed = True
+        self.subscribers.add(sender)
         return "", []
 
     def start(self, name: str, mode: str, properties: list[Any], aux: list[Any], *, fds: list[int]) -> tuple[Any, ...]:
@@ -168,10 +174,11 @@ class Pid1:
             self.remove(name)
 
     def remove(self, name: str) -> None:
-        del self.scopes[name]
+        if self.scopes.pop(name, None) is None:
+            return
         self.signal("UnitRemoved", "so", [name, self.unit_path(name)])
 
-    def set_properties(self, name: str, runtime: bool, properties: list[Any]) -> tuple[Any, ...]:
+    def set_properties(self, name: str, _runtime: object, properties: list[Any]) -> tuple[Any, ...]:
         if name not in self.scopes:
             raise Refused(f"{SERVICE}.NoSuchUnit", f"Unit {name} not loaded.")
         self.scopes[name].update({key: plain(value) for key, value in self.checked(properties).items()})
@@ -221,7 +228,7 @@ class Pid1:
         raise Refused("org.freedesktop.DBus.Error.UnknownObject", f"Unknown object '{path}'.")
 
     def signal(self, member: str, signature: str, body: list[Any]) -> None:
-        if self.subscribed:
+        if self.subscribers:
             self.bus.send(Message.new_signal(PATH, MANAGER, member, signature, body))
 
 
