@@ -27,7 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("discover", "cpulimits", "pci", "scopes", "configfiles", "tunables.", "checks."),
         *("accounting", "postmortem"),
     ),
-    "engine": ("engine", "changes", "survey", "jobs", "jobrecord"),
+    "engine": ("engine", "changes", "survey", "jobs", "bugreport", "jobrecord"),
     "use cases": ("manager", "hostpolicy", "hostchecks", "reports"),
     "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug"),
     "surfaces": ("dbusapi", "command", "render", "changes_page", "cli", "client", "run", "selfplace"),

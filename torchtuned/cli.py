@@ -14,7 +14,17 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from torchtuned import __version__, cli_check, cli_config, cli_jobs, cli_machine, cli_policy, cli_report, cli_top
+from torchtuned import (
+    __version__,
+    cli_bugreport,
+    cli_check,
+    cli_config,
+    cli_jobs,
+    cli_machine,
+    cli_policy,
+    cli_report,
+    cli_top,
+)
 from torchtuned.command import FINDINGS, USAGE, Command
 from torchtuned.errors import TorchtunedError
 
@@ -144,6 +154,14 @@ COMMANDS: tuple[Command, ...] = (
         run=cli_machine.place,
         options=cli_machine.place_options,
         examples=("torchtuned place --gpus 2", "torchtuned place --gpus none --ranks 4 --policy node"),
+    ),
+    Command(
+        name="bug-report",
+        summary="a tarball of what torchtuned sees here, without private data",
+        run=cli_bugreport.bug_report,
+        options=cli_bugreport.bug_report_options,
+        json=False,
+        examples=("torchtuned bug-report", "sudo torchtuned bug-report --output /tmp/report.tar.gz"),
     ),
     Command(
         name="version",

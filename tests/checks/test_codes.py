@@ -719,3 +719,12 @@ def test_what_is_missing_is_unchecked(tmp_path: Path) -> None:
     findings, unchecked = run_checks(host, Gpus(host), ["TT017", "TT027"])
     assert findings == []
     assert [(item.code, "proc" in item.because) for item in unchecked] == [("TT017", True), ("TT027", True)]
+
+
+def test_a_check_that_stumbles_takes_no_other_with_it(tmp_path: Path) -> None:
+    changes = {f"{VM}/overcommit_memory": "2\n", "proc/meminfo": "", "proc/self/mountinfo": "odd - line\n"}
+    host = Host(build(tmp_path, {**changes, "proc/sys/vm/max_map_count": "65530\n"}).root)
+    findings, unchecked = run_checks(host, Gpus(host), ["TT022", "TT024"])
+    assert [finding.code for finding in findings] == ["TT024"]
+    assert [item.code for item in unchecked] == ["TT022"]
+    assert "torchtuned's own" in unchecked[0].because

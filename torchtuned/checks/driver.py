@@ -175,7 +175,7 @@ def module_version(host: Host, kernel: str) -> str:
 def _versions_inside(host: Host, kernel: str) -> Iterator[str]:
     """From the .modinfo section; compressed modules are passed over, as unpacking them takes seconds."""
     for path in modules(host, kernel):
-        if path.endswith(".ko"):
+        if path.endswith(".ko") and host.stat(path).st_size:
             with (
                 open(host.root / path.lstrip("/"), "rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,

@@ -254,4 +254,8 @@ def run_all(machine: Machine, codes: Iterable[str]) -> tuple[list[Finding], list
                     unchecked.append(result)
         except HostError as error:
             unchecked.append(Unchecked(code=code, because=str(error)))
+        except Exception as error:  # one check that stumbles over an odd machine must not take the others with it
+            unchecked.append(
+                Unchecked(code=code, because=f"a fault of torchtuned's own: {type(error).__name__}: {error}")
+            )
     return findings, unchecked
