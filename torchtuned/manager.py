@@ -266,8 +266,11 @@ class Manager:
 
     def _how(self, job: Job, found: Limits) -> scopes.Confinement:
         """How the job can be kept to its CPUs from where it is now."""
+        hindrance = "" if self._pid1.version else "there is no systemd to make a scope"
+        if processes.in_container(job.process.pid):
+            hindrance = "it is in a container"
         admin, asked = self._policy.config.jobs.confine, job.request.confine
-        return scopes.confinement(self._host, found.cgroup, admin=admin, asked=asked, systemd=self._pid1.version > 0)
+        return scopes.confinement(self._host, found.cgroup, admin=admin, asked=asked, hindrance=hindrance)
 
     def _serve_queue(self) -> None:
         """Give what is free to those who wait, first come first served in each of the two queues."""

@@ -84,6 +84,14 @@ def ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
+def in_container(pid: int) -> bool:
+    """Whether the process is in a PID namespace below ours. False for one that has ended."""
+    try:
+        return len(_fields(f"/proc/{pid}/status").get("NSpid", "").split()) > 1
+    except OSError:
+        return False
+
+
 def start_time(pid: int) -> int:
     """Clock ticks after boot at which the process started. OSError when there is none."""
     with open(f"/proc/{pid}/stat", "rb") as file:

@@ -61,15 +61,15 @@ class Confinement:
     warning: str = ""
 
 
-def confinement(host: Host, cgroup: str, *, admin: str, asked: str | None, systemd: bool) -> Confinement:
+def confinement(host: Host, cgroup: str, *, admin: str, asked: str | None, hindrance: str = "") -> Confinement:
     """Choose for a process in `cgroup`. `admin` is [jobs] confine (auto, cpuset, affinity, none), `asked` the user's
     wish, which goes first; only where it would need a cpuset that wipes affinities does the admin have the last word.
-    `systemd`: there is one that makes scopes.
+    `hindrance` says why there can be no scope, whatever the cgroup.
     """
     mode = asked or admin
     if mode == "none":
         return Confinement(mode="none")
-    place = move(host, cgroup) if systemd else "there is no systemd to make a scope"
+    place = hindrance or move(host, cgroup)
     if isinstance(place, str):
         warning = f"no cpuset: {place}" if mode == "cpuset" else ""
         return Confinement(mode="affinity", warning=warning)
@@ -103,6 +103,9 @@ def move(host: Host, cgroup: str) -> Move | str:
     if not slices:
         return "it is in no slice"
     home = slices[-1]
+    above = [part for part in parts[:home] if not part.endswith(".slice")]
+    if above:  # a whole system of its own, with slices of its own
+        return f"it is inside of {above[0]}"
     tasks = UNLIMITED
     for depth in range(len(parts), home + 1, -1):
         path = f"{MOUNT}/{'/'.join(parts[:depth])}"
