@@ -82,10 +82,15 @@ def lint(paths: Sequence[Path], *, hinted: bool = False) -> Result:
             _load_importers(project, path.resolve())
     program = Program(project)
     checks = (*_CHECKS, hints.check) if hinted else _CHECKS
-    found = {f for module in checked for check in checks for f in check(program, module) if f is not None}
+    errors = [error for path, error in project.errors.items() if path in files]
+    found: set[Finding] = set()
+    for module in checked:
+        try:
+            found |= {one for check in checks for one in check(program, module) if one is not None}
+        except RecursionError:
+            errors.append(Unparsed(module.source.shown, 1, 1, "nested too deeply to be checked"))
     if not hinted:
         found = {one for one in found if one.certainty != HINT}
-    errors = [error for path, error in project.errors.items() if path in files]
     return Result(
         sorted(found, key=lambda f: (f.file, f.line, f.column, f.rule.code)),
         sorted(errors, key=lambda e: e.file),

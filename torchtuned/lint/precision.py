@@ -46,8 +46,8 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
 def _only_asked(module: Module, node: ast.AST) -> bool:
     """Whether the model is spread over GPUs to predict, not to train: one process is then the natural thing."""
     path = module.source.path.resolve()
-    places = [path.stem, path.parent.name, getattr(enclosing_function(module, node), "name", "")]
-    return any(_ASKING.search(place) for place in places)
+    places = [path.stem, getattr(enclosing_function(module, node), "name", "")]
+    return path.parent.name in ("inference", "evaluation", "demo") or any(_ASKING.search(place) for place in places)
 
 
 def _old_amp(module: Module, node: ast.expr, dotted: str) -> Finding | None:

@@ -1,7 +1,7 @@
-"""The files being linted as one program: who imports and calls whom, and which code runs in every step.
+"""The linted files as one program: who imports and calls whom, which code runs in every training step.
 
-A step is the innermost loop around a backward pass or an optimizer step, or a function that holds a backward pass and is
-itself called in a loop. Code in it that stands under a condition is not in *every* step, and rules leave it alone.
+A step is the innermost loop around a backward pass or an optimizer step, or a function that holds a backward pass and
+is itself called in a loop. Code in it that stands under a condition is not in *every* step, and rules leave it alone.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def steady(test: ast.expr) -> bool:
 
 
 def holds_step(module: Module, test: ast.expr, branch: list[ast.stmt]) -> bool:
-    """Whether a branch is one of several ways to take the step: the backward pass stands in it, and nothing counts steps."""
+    """Whether a branch is one of several ways to take the step: backward stands in it, and nothing counts steps."""
     for part in ast.walk(test):
         if isinstance(part, ast.Mod) or (isinstance(part, ast.Compare) and _counts(part)):
             return False

@@ -1,0 +1,198 @@
+"""The command line: exit status, places, forms, silencing, and files that are no Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtuned.lint import main
+
+TOP = Path(__file__).resolve().parents[2]
+FAULT = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
+
+
+def test_nothing_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text("import torch\n")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "nothing found in 1 file\n"
+
+
+def test_finding_says_where_what_why_and_what_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(FAULT)
+    assert main([str(path)]) == 1
+    first, why, instead, last = capsys.readouterr().out.splitlines()
+    assert first == f"{path}:2:1: TL012 sure: anomaly detection is left on"
+    assert why.startswith("    why: ")
+    assert instead.startswith("    instead: ")
+    assert last == "1 finding in 1 file"
+
+
+def test_columns_count_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text(
+        'import torch\nx = "äöü€"; torch.autograd.set_detect_anomaly(True)\n', encoding="utf-8"
+    )
+    main([str(tmp_path)])
+    assert ":2:13: TL012" in capsys.readouterr().out
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text(FAULT)
+    (tmp_path / "b.py").write_text("def f(:\n")
+    assert main(["--json", str(tmp_path)]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == 1
+    assert document["files"] == 2
+    (finding,) = document["findings"]
+    assert set(finding) == {"file", "line", "column", "code", "name", "certainty", "message", "why", "instead"}
+    assert (finding["line"], finding["column"], finding["code"], finding["certainty"]) == (2, 1, "TL012", "sure")
+    (error,) = document["errors"]
+    assert (Path(error["file"]).name, error["line"], error["column"]) == ("b.py", 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("comment", "status"),
+    [
+        ("# noqa", 0),
+        ("# NOQA", 0),
+        ("# noqa: TL012", 0),
+        ("# noqa:TL001,TL012", 0),
+        ("# noqa: E501 TL012", 0),
+        ("# fine here  # noqa: TL012", 0),
+        ("# noqa: TL001", 1),
+        ("# noqa: E501", 1),
+        ("# noqas", 1),
+        ("; x = '# noqa'", 1),
+    ],
+)
+def test_noqa(tmp_path: Path, comment: str, status: int) -> None:
+    (tmp_path / "a.py").write_text(FAULT.rstrip("\n") + f"  {comment}\n")
+    assert main([str(tmp_path)]) == status
+
+
+def test_noqa_on_any_line_of_a_long_call(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    text = "import torch\ntorch.autograd.set_detect_anomaly(\n    True,\n)  # noqa: TL012\n"
+    path.write_text(text)
+    assert main([str(path)]) == 0
+    path.write_text(text.replace("  # noqa: TL012", "\nx = 1  # noqa: TL012"))
+    assert main([str(path)]) == 1
+
+
+BROKEN = {
+    "syntax": (b"x = 1\nif x\n    pass\n", ":2:5: syntax error"),
+    "python2": (b"print 'a'\n", ":1:1: syntax error"),
+    "null": (b"x = '\0'\n", ":1:"),
+    "latin": (b"x = '\xe4'\n", ":1:1: not readable as text"),
+    "encoding": (b"# coding: nonsense\n", ":1:1: not readable as text"),
+    "deep": (b"x = " + b"-" * 100_000 + b"1\n", ":1:1: cannot be parsed"),
+    "tabs": (b"if 1:\n\tx\n        y\n", ":3:"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_file_has_a_place_and_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    data, expected = BROKEN[name]
+    (tmp_path / "broken.py").write_bytes(data)
+    (tmp_path / "good.py").write_text(FAULT)
+    assert main([str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert f"broken.py{expected}" in out
+    assert "good.py:2:1: TL012" in out
+    assert "Traceback" not in out + err
+
+
+def test_imported_broken_file_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "a.py").write_text("import broken\nbroken.f()\n")
+    assert main([str(tmp_path / "a.py")]) == 0
+
+
+def test_long_expressions_do_not_end_in_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (
+        "import torch\nfor x in loader:\n    loss = net(x.cuda())\n    loss.backward()\n    y = loss"
+        + " + 1" * 3000
+        + "\n"
+    )
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "good.py").write_text(FAULT)
+    assert main([str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "a.py:1:1: " in out  # the parser, or the check, says that it is too deep
+    assert "good.py:2:1: TL012" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["missing.py"], ["--wrong", "."], [".", "nowhere"]])
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "torchtuned lint" in err
+
+
+def test_rules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--rules"]) == 0
+    text = capsys.readouterr().out
+    assert "TL001 loader-without-workers (likely)" in text
+    assert main(["--rules", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rules"]) == text.count("instead: ")
+
+
+def test_folders_that_are_nobody_s_code(tmp_path: Path) -> None:
+    for folder in (".git", "__pycache__", "build", "env"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text(FAULT)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path / "build" / "a.py")]) == 1  # named by the user
+
+
+def test_what_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert main([str(tmp_path)]) == 0
+
+
+def test_same_file_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(FAULT)
+    main([str(path), str(tmp_path)])
+    assert capsys.readouterr().out.count("TL012") == 1
+
+
+def test_code_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit(9)\n")
+    assert main([str(tmp_path)]) == 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_as_a_module_and_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(FAULT)
+    script = (
+        "import sys, torchtuned.lint as l\n"
+        "assert not {m for m in sys.modules if m.startswith('torchtuned.lint.')}\n"
+        f"status = l.main([{str(tmp_path)!r}])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(status)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=TOP, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (1, "")
+    words = [sys.executable, "-m", "torchtuned.lint", str(tmp_path)]
+    assert subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False).stdout == run.stdout
+
+
+SLOW = "TL001 TL001 TL004 TL007 TL012 TL015 TL016 TL018 TL019"
+
+
+def test_the_example_that_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", str(TOP / "examples/slow_train.py")]) == 1
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert sorted(one["code"] for one in found) == SLOW.split()
+    assert main([str(TOP / "examples/fast_train.py")]) == 0
