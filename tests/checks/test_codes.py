@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from fakes.nvml import GIB
 from fakes.sound import CG, CPU, JOB, LIMITS, MOUNTS, SCOPE, SESSION, A, build, interrupts, process
 
 from torchtuned.checks import FAMILIES, REGISTRY, Running, run_checks
-from torchtuned.findings import Finding, Unchecked
+from torchtuned.checks.memory import loader_need
+from torchtuned.findings import Finding, Severity, Unchecked
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 
@@ -728,3 +730,63 @@ def test_a_check_that_stumbles_takes_no_other_with_it(tmp_path: Path) -> None:
     assert [finding.code for finding in findings] == ["TT024"]
     assert [item.code for item in unchecked] == ["TT022"]
     assert "torchtuned's own" in unchecked[0].because
+
+
+# what reports from the field ask for by number
+
+
+def test_t03_the_estimate_of_shared_memory(tmp_path: Path) -> None:
+    assert loader_need(workers=8, prefetch=2, batch_bytes=64 * 3 * 224 * 224 * 4) == 588 << 20
+    changes = {DATA: MOUNTS.replace("size=67108864k", "size=65536k")}
+    host = Host(build(tmp_path, changes).root)
+    [finding], _ = run_checks(host, Gpus(host), ["TT022"])
+    assert finding.severity is Severity.ERROR
+    assert "588 MiB" in finding.evidence
+    assert "--shm-size" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("uid", "linger", "expected"), [("1000", False, ["TT048"]), ("999", False, []), ("1000", True, [])]
+)
+def test_t10_logging_out(tmp_path: Path, uid: str, expected: list[str], *, linger: bool) -> None:
+    status = f"Name:\tbash\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n"
+    changes: dict[str, str | bytes | None] = {
+        "proc/self/status": status,
+        "etc/passwd": f"ann:x:{uid}:{uid}::/home/ann:/bin/sh\n",
+    }
+    if not linger:
+        changes["var/lib/systemd/linger/ann"] = None
+    host = Host(build(tmp_path, changes).root)
+    findings, _ = run_checks(host, Gpus(host), ["TT048"])
+    assert [finding.code for finding in findings] == expected
+    assert all(finding.fix == "loginctl enable-linger ann" for finding in findings)
+
+
+def test_t26_nothing_here_reloads_systemd() -> None:
+    """A daemon-reload takes the GPUs of running containers away, so no code path has one, nor has a maintainer script
+    of ours beyond what debhelper writes."""
+    top = Path(__file__).resolve().parents[2]
+    files = [*top.glob("torchtuned/**/*.py"), *top.glob("debian/*.p*"), *top.glob("systemd/*")]
+    calls = re.compile(r"systemctl\b[^\n]*daemon-reload|[\"']Reload[\"'], *[\"']\"|Manager\.Reload\b.*systemd1")
+    assert files
+    assert not [str(path) for path in files if path.is_file() and calls.search(path.read_text("utf-8", "replace"))]
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        (
+            {"etc/security/limits.d/lab.conf": "# lab\n* hard nofile 1024\n"},
+            "change /etc/security/limits.d/lab.conf:2 ('* hard nofile 1024')",
+        ),
+        (
+            {"proc/self/cgroup": "0::/system.slice/slurmd.service\n"},
+            "systemctl edit slurmd.service: [Service] LimitNOFILE=524288",
+        ),
+        ({}, "echo 'ann - nofile 524288' > /etc/security/limits.d/torchtuned-nofile.conf"),
+    ],
+)
+def test_t27_which_file_to_edit(tmp_path: Path, files: dict[str, str], where: str) -> None:
+    host = Host(build(tmp_path, {**files, "proc/self/limits": limits(open_files="1024 1024 files")}).root)
+    [finding], _ = run_checks(host, Gpus(host), ["TT017"])
+    assert finding.fix.startswith(where)
