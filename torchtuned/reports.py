@@ -75,22 +75,22 @@ class Reports:
 
     def job_added(self, job: Job) -> None:
         self._shown.job_added(job)
-        self._account(job)
+        self._account(job, started=job.since)  # one that runs already is adopted
 
     def job_changed(self, job: Job) -> None:
         self._shown.job_changed(job)
-        self._account(job)
+        self._account(job, started=now())
 
     def granted(self, job: Job, document: dict[str, Any]) -> None:
         self._shown.granted(job, document)
 
-    def _account(self, job: Job) -> None:
+    def _account(self, job: Job, *, started: int) -> None:
         """From the moment a job runs there is an account of it."""
         record = self._running.get(job.id)
         if record is not None:
             record.job = job
         elif job.state is State.RUNNING:
-            self._follow(job)
+            self._follow(job, started)
 
     def leader_ended(self, job: Job) -> None:
         """The first process of a job has exited: its cgroup may go any moment, so no thread is waited for."""
@@ -176,10 +176,10 @@ class Reports:
 
     # -- while it runs -----------------------------------------------------------------------------------------------
 
-    def _follow(self, job: Job) -> None:
+    def _follow(self, job: Job, started: int) -> None:
         process = job.process
         left = self._open.pop((process.pid, process.start), {})
-        started = int(left.get("started", 0)) or now()
+        started = int(left.get("started", started))
         record = Record(job=job, name=Name(started, int(job.id), process.uid))
         record.cgroup = accounting.cgroup_of(self._host, process.pid, job.scope)
         record.around = {str(path): int(count) for path, count in left.get("oom_kills_around", {}).items()}

@@ -314,6 +314,8 @@ def test_a_restarted_daemon_goes_on_with_the_account(bus: PrivateBus, ready: Dae
     with bus.user(USER) as job:
         job.start()
         started = report(bus)["started"]
+        while not list((ready.state_dir / "reports").glob("*.json")):
+            time.sleep(0.05)
         ready.stop(signal.SIGKILL)
         (tree / f"sys/fs/cgroup{SLICE}/memory.events").write_text("oom_kill 5\n")
         daemon("--sysroot", tree)
