@@ -1,0 +1,225 @@
+"""The job table and its copy on disk, requests and grant documents against their schemas."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtuned.config import builtin
+from torchtuned.documents import request_to_json
+from torchtuned.errors import Failed, InvalidRequest
+from torchtuned.jobs import MAX_REQUEST, Job, Jobs, State, document, parse_request
+from torchtuned.placement import Grant, Rank, Request
+from torchtuned.processes import Process
+from torchtuned.topology import Gpu, Topology
+from torchtuned.trust import trusted
+
+SCHEMAS = Path(__file__).resolve().parents[1] / "share/torchtuned/schemas"
+MACHINE = Topology(online=frozenset(range(8)), allowed=frozenset(range(8)))
+
+
+def job(number: int = 1, **changes: Any) -> Job:
+    cpus = frozenset({0, 1})
+    grant = Grant(cpus=cpus, threads=2, ranks=(Rank(rank=0, cpus=cpus, omp_num_threads=2),), warnings=("near",))
+    one = Job(
+        id=str(number),
+        process=Process(pid=1000 + number, start=5, uid=1000),
+        request=Request(command=("python", "x.py"), cpus="2", wait=0.5),
+        since=1,
+        state=State.RUNNING,
+        grant=grant,
+        confinement="cpuset",
+        scope=f"torchtuned-job-{number}.scope",
+        cpu_max=3,
+        warnings=("far",),
+    )
+    return replace(one, **changes)
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    table = Jobs(tmp_path / "jobs.json")
+    jobs = [job(int(table.new_id())), job(int(table.new_id()), grant=None, state=State.QUEUED, scope="", cpu_max=None)]
+    for one in jobs:
+        table.put(one)
+    again = Jobs(tmp_path / "jobs.json")
+    again.load()
+    assert list(again) == jobs
+    assert again.new_id() == "3"
+    again.drop("1")
+    last = Jobs(tmp_path / "jobs.json")
+    last.load()
+    assert list(last) == jobs[1:]
+
+
+def test_the_file_is_for_root_and_no_link_is_followed(tmp_path: Path) -> None:
+    table = Jobs(tmp_path / "jobs.json")
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "jobs.new").symlink_to(victim)
+    (tmp_path / "jobs.json").symlink_to(victim)
+    table.put(job())
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "jobs.json").is_symlink()
+    assert (tmp_path / "jobs.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_change_that_cannot_be_recorded_does_not_happen(tmp_path: Path) -> None:
+    table = Jobs(tmp_path / "jobs.json")
+    table.put(job())
+    os.mkdir(tmp_path / "jobs.new")
+    with pytest.raises(Failed, match="cannot be recorded"):
+        table.put(job(2))
+    with pytest.raises(Failed):
+        table.put(job(state=State.QUEUED))
+    assert list(table) == [job()]
+    table.drop("1")  # who is gone is gone, whatever the disk says
+    assert len(table) == 0
+    os.rmdir(tmp_path / "jobs.new")
+    table.put(job(3))
+    again = Jobs(tmp_path / "jobs.json")
+    again.load()
+    assert [one.id for one in again] == ["3"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"schema":2,"next":1,"jobs":[]}', '{"schema":1,"next":"x","jobs":[]}',
+     '{"schema":1,"next":1,"jobs":[{"id":"1"}]}', '{"schema":1,"next":1,"jobs":[3]}', "\x00", '{"schema":1,"jobs":[]}'],
+)  # fmt: skip
+def test_a_file_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> None:
+    (tmp_path / "jobs.json").write_text(text)
+    table = Jobs(tmp_path / "jobs.json")
+    table.load()
+    assert len(table) == 0
+    assert (tmp_path / "jobs.bad").read_text() == text
+    table.put(job())
+
+
+def test_ids_skip_what_is_about(tmp_path: Path) -> None:
+    table = Jobs(tmp_path / "jobs.json")
+    table.skip_to(7)
+    table.skip_to(3)
+    assert (table.new_id(), table.new_id()) == ("7", "8")
+
+
+def test_counts(tmp_path: Path) -> None:
+    table = Jobs(tmp_path / "jobs.json")
+    table.put(job(1))
+    table.put(job(2, process=Process(pid=2, start=1, uid=1001), grant=None, state=State.QUEUED))
+    assert (table.of_user(1000), table.of_user(1001), table.of_user(0)) == (1, 1, 0)
+    assert table.grants == [job(1).grant]
+    assert table.get("9") is None
+
+
+def schema(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text())
+    return document
+
+
+def fits(value: Any, kind: dict[str, Any]) -> bool:
+    """Enough of JSON Schema for ours."""
+    if "const" in kind:
+        return bool(value == kind["const"])
+    if "enum" in kind:
+        return value in kind["enum"]
+    if "oneOf" in kind:
+        return sum(fits(value, one) for one in kind["oneOf"]) == 1
+    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    names = kind["type"] if isinstance(kind["type"], list) else [kind["type"]]
+    if not any(value is None if n == "null" else isinstance(value, types[n]) for n in names):  # type: ignore[arg-type]
+        return False
+    if isinstance(value, bool) and "boolean" not in names:
+        return False
+    if isinstance(value, list) and "items" in kind:
+        return all(fits(item, kind["items"]) for item in value)
+    if isinstance(value, dict):
+        known = kind.get("properties", {})
+        more = kind.get("additionalProperties", True)
+        return set(kind.get("required", ())) <= set(value) and all(
+            fits(item, known[key]) if key in known else bool(more) for key, item in value.items()
+        )
+    return True
+
+
+def test_request_schema_and_reader_agree() -> None:
+    kind = schema("request")
+    assert set(kind["properties"]) == set(request_to_json(Request()))
+    full = request_to_json(Request(gpus=("0000:01:00.0",), ranks=2, command=("a",), confine="cpuset", wait=1.5))
+    for good in (request_to_json(Request()), full, {"schema": 1}):
+        assert fits(good, kind)
+        parse_request(json.dumps(good))
+    for bad in ({"schema": 2}, {"schema": 1, "x": 1}, {"schema": 1, "gpus": "1"}, {"schema": 1, "policy": "best"}):
+        assert not fits(bad, kind)
+        with pytest.raises(InvalidRequest):
+            parse_request(json.dumps(bad))
+
+
+def test_grant_schema_and_document_agree() -> None:
+    kind = schema("grant")
+    for one in (job(), job(grant=None, state=State.QUEUED, scope="", confinement="none")):
+        made = document(one, MACHINE, builtin())
+        assert fits(made, kind), made
+        assert set(made) - {"limits", "env_profiles", "bound"} == set(kind["required"])
+        trusted(made, MACHINE.online)  # what the wrapper believes
+    assert made["warnings"] == ["far"]
+    assert document(job(), MACHINE, builtin())["warnings"] == ["near", "far"]
+
+
+GPUS = tuple(
+    Gpu(address=f"0000:{bus:02x}:00.0", vendor="0x10de", device="0x2330", uuid=f"GPU-{bus}") for bus in (1, 2, 0x81)
+)
+
+
+def test_gpus_are_named_by_index_in_pci_order_and_by_uuid() -> None:
+    one = job(grant=Grant(cpus=frozenset({0}), gpus=("0000:81:00.0", "0000:01:00.0"), gpus_chosen=True))
+    made = document(one, replace(MACHINE, gpus=GPUS), builtin())
+    assert (made["gpu_indexes"], made["gpu_uuids"]) == ([2, 0], ["GPU-129", "GPU-1"])
+    assert (made["gpus_chosen"], made["gpus_alike"]) == (True, True)
+    divided = (replace(GPUS[0], mig=("MIG-1", "MIG-2")), *GPUS[1:])
+    made = document(one, replace(MACHINE, gpus=divided), builtin())
+    assert (made["gpu_indexes"], made["gpu_uuids"]) == (None, ["GPU-129", "MIG-1", "MIG-2"])
+    made = document(one, replace(MACHINE, gpus=GPUS[:1]), builtin())  # one has been pulled out
+    assert (made["gpu_indexes"], made["gpu_uuids"]) == (None, None)
+    other = (*GPUS, Gpu(address="0000:00:02.0", vendor="0x1002", device="0x1", uuid=""))
+    assert document(one, replace(MACHINE, gpus=other), builtin())["gpu_indexes"] == [2, 0]  # CUDA counts NVIDIA's
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+KEYS = st.sampled_from(sorted(request_to_json(Request())))
+
+
+@given(st.dictionaries(KEYS, JSON) | JSON)
+def test_no_document_does_more_than_be_refused(value: Any) -> None:
+    try:
+        found = parse_request(json.dumps(value))
+    except InvalidRequest:
+        return
+    assert parse_request(json.dumps(request_to_json(found))) == found
+
+
+@given(st.text())
+def test_no_text_does_more_than_be_refused(text: str) -> None:
+    try:
+        parse_request(text)
+    except InvalidRequest:
+        return
+    assert isinstance(json.loads(text), dict)
+
+
+LARGE = (" " * (MAX_REQUEST + 1), "é" * (MAX_REQUEST // 2 + 1))
+
+
+@pytest.mark.parametrize("text", ["[" * 60000, '{"a":' * 10000, "9" * 6000, *LARGE])
+def test_deep_long_and_large(text: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_request(text)

@@ -1,0 +1,357 @@
+"""The use cases, with real processes and a PID 1 that fails, hangs or dies at every step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.tree import machine, make_tree
+
+from torchtuned import discover, manager, scopes
+from torchtuned.config import builtin, load
+from torchtuned.cpuset import CpuSet
+from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized
+from torchtuned.host import Host
+from torchtuned.jobs import Job, Jobs, State
+from torchtuned.manager import Manager
+
+UID = os.getuid()
+SESSION = "/user.slice/user-1000.slice/session-3.scope"
+
+
+class Pid1:
+    """Makes every scope, unless told what to do when asked for one."""
+
+    version = 252
+
+    def __init__(self) -> None:
+        self.made: list[scopes.Scope] = []
+        self.live: set[str] = set()
+        self.watching = 0
+        self.before: Callable[[scopes.Scope], Awaitable[None]] | None = None
+        self.freed: list[tuple[str, CpuSet]] = []
+
+    async def start_scope(self, scope: scopes.Scope) -> None:
+        if self.before is not None:
+            await self.before(scope)
+        self.made.append(scope)
+        self.live.add(scope.name)
+
+    async def set_cpus(self, name: str, cpus: CpuSet) -> None:
+        self.freed.append((name, cpus))
+
+    async def has_scope(self, name: str) -> bool:
+        return name in self.live
+
+    async def scopes(self) -> set[str]:
+        return self.live
+
+    def watch_scopes(self, delta: int) -> None:
+        self.watching += delta
+
+
+class View:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def note(self, what: str, job: Job) -> None:
+        self.told.append((what, job.id))
+
+    def job_added(self, job: Job) -> None:
+        self.note("added", job)
+
+    def job_changed(self, job: Job) -> None:
+        self.note("changed", job)
+
+    def job_removed(self, job: Job) -> None:
+        self.note("removed", job)
+
+    def leader_ended(self, job: Job) -> None:
+        self.note("ended", job)
+
+    def granted(self, job: Job, document: dict[str, Any]) -> None:
+        self.note("granted", job)
+
+
+class Bench:
+    """A manager on a small machine in a folder, and sleeping processes to register."""
+
+    def __init__(self, folder: Path, config: str = "") -> None:
+        files: dict[str, Any] = {
+            **machine(cores=["0", "1", "2", "3"]),
+            "proc/self/cgroup": f"0::{SESSION}\n",
+            "proc/sys/kernel/osrelease": "6.12.0\n",
+            "sys/fs/cgroup/cgroup.controllers": "cpuset cpu memory pids\n",
+        }
+        self.host = Host(make_tree(folder / "machine", files))
+        self.policy: Any = SimpleNamespace(config=load([("test.conf", config)]) if config else builtin())
+        self.pid1, self.view, self.active = Pid1(), View(), [False]
+        self.table = Jobs(folder / "jobs.json")
+        parts = (self.host, self.table, self.policy, self.pid1, self.view)
+        self.manager = Manager(*parts, jobs_active=self.active.append)
+        self.manager.topology = discover.topology(self.host)
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def process(self) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(["sleep", "600"])
+        self.children.append(child)
+        return child
+
+    async def register(self, child: subprocess.Popen[bytes] | None = None, uid: int = UID, **request: Any) -> Job:
+        child = child or self.process()
+        document = json.dumps({"schema": 1, **request})
+        job, _ = await self.manager.register(uid, os.pidfd_open(child.pid), document)
+        return job
+
+    async def settle(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    def state(self, job: Job) -> State | None:
+        found = self.table.get(job.id)
+        return found.state if found else None
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(config: str = "") -> Bench:
+        made.append(Bench(tmp_path, config))
+        return made[-1]
+
+    before = len(os.listdir("/proc/self/fd"))
+    yield make
+    for one in made:
+        for child in one.children:
+            child.kill()
+            child.wait()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def play(one: Bench, story: Callable[[], Awaitable[None]]) -> None:
+    async def told() -> None:
+        try:
+            await story()
+        finally:
+            await one.manager.close()
+
+    asyncio.run(told())
+
+
+def test_a_life(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def story() -> None:
+        child = one.process()
+        job = await one.register(child, cpus="2")
+        assert job.state is State.GRANTED
+        assert one.active[-1] is True
+        document = await one.manager.commit(UID, job.id)
+        assert (document["state"], document["scope"]) == ("running", "torchtuned-job-1.scope")
+        assert one.pid1.made[0].cpus == frozenset({0, 1})
+        assert one.pid1.watching == 1
+        child.kill()
+        one.pid1.live.clear()
+        await one.settle(lambda: len(one.table) == 0)
+        assert one.pid1.watching == 0
+        assert one.active[-1] is False
+        assert one.view.told == [("added", "1"), ("changed", "1"), ("ended", "1"), ("removed", "1")]
+
+    play(one, story)
+
+
+def test_a_grant_that_is_not_committed_expires(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "COMMIT_S", 0.05)
+    one = bench()
+
+    async def story() -> None:
+        job = await one.register()
+        await one.settle(lambda: one.state(job) is None)
+        with pytest.raises(NoSuchJob):
+            await one.manager.commit(UID, job.id)
+        kept = await one.register()
+        await one.manager.commit(UID, kept.id)
+        await asyncio.sleep(0.1)
+        assert one.state(kept) is State.RUNNING
+
+    play(one, story)
+
+
+def test_a_granted_waiter_that_does_not_commit_makes_room(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "COMMIT_S", 0.2)
+    one = bench("[jobs]\nwhen_full = wait\n")
+
+    async def story() -> None:
+        first = await one.register(cpus="all")
+        second = await one.register(cpus="all")
+        third = await one.register(cpus="all")
+        assert [one.state(job) for job in (first, second, third)] == [State.GRANTED, State.QUEUED, State.QUEUED]
+        await one.settle(lambda: one.state(third) is State.GRANTED)
+        assert one.state(first) is one.state(second) is None
+        assert [what for what in one.view.told if what[0] == "granted"] == [("granted", "2"), ("granted", "3")]
+
+    play(one, story)
+
+
+@pytest.mark.parametrize("what", ["dies", "releases", "expires", "is refused"])
+def test_whatever_happens_while_pid1_makes_the_scope(bench: Callable[..., Bench], what: str) -> None:
+    one = bench()
+
+    async def story() -> None:
+        child = one.process()
+        job = await one.register(child)
+
+        async def meanwhile(scope: scopes.Scope) -> None:
+            if what == "dies":
+                child.kill()
+                await one.settle(lambda: one.state(job) is None)
+            elif what == "releases":
+                await one.manager.release(UID, job.id)
+            elif what == "expires":
+                await asyncio.sleep(0.05)
+                with pytest.raises(InvalidRequest):  # a second commit, meanwhile
+                    await one.manager.commit(UID, job.id)
+            else:
+                raise Failed("no")
+
+        one.pid1.before = meanwhile
+        if what in ("dies", "releases"):
+            with pytest.raises(NoSuchJob):
+                await one.manager.commit(UID, job.id)
+            assert one.pid1.watching == 0
+            assert one.state(job) is None
+        else:
+            document = await one.manager.commit(UID, job.id)
+            assert document["confinement"] == ("cpuset" if what == "expires" else "affinity")
+            assert one.state(job) is State.RUNNING
+
+    play(one, story)
+
+
+def test_a_job_that_cannot_be_recorded_as_running_is_none(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def story() -> None:
+        job = await one.register()
+        blocked = one.table.path.with_suffix(".new")
+        blocked.mkdir()
+        with pytest.raises(Failed, match="cannot be recorded"):
+            await one.manager.commit(UID, job.id)
+        blocked.rmdir()
+        assert one.state(job) is None
+        assert one.pid1.watching == 0
+        with pytest.raises(NoSuchJob):
+            await one.manager.release(UID, job.id)
+
+    play(one, story)
+
+
+def test_one_user_cannot_fill_the_table(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "JOBS_PER_USER", 3)
+    one = bench()
+
+    async def story() -> None:
+        for _ in range(3):
+            await one.register(shared=True)
+        with pytest.raises(Busy, match="3 jobs already"):
+            await one.register(shared=True)
+
+    play(one, story)
+
+
+def test_strangers(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def story() -> None:
+        child = one.process()
+        with pytest.raises(NotAuthorized):
+            await one.register(child, uid=UID + 1)
+        job = await one.register(child)
+        for act in (one.manager.commit, one.manager.release):
+            with pytest.raises(NotAuthorized):
+                await act(UID + 1, job.id)
+
+    play(one, story)
+
+
+def test_adoption(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def first() -> None:
+        for _ in range(3):
+            job = await one.register(cpus="1")
+            await one.manager.commit(UID, job.id)
+
+    play(one, first)
+    gone, orphan, _ = one.children
+    for child in (gone, orphan):
+        child.kill()
+        child.wait()
+    one.pid1.live = {"torchtuned-job-2.scope", "torchtuned-job-3.scope", "torchtuned-job-9.scope"}
+    one.pid1.watching = 0
+    second = Jobs(one.table.path)
+    again = Manager(one.host, second, one.policy, one.pid1, one.view, jobs_active=lambda active: None)
+    again.topology = one.manager.topology
+
+    async def story() -> None:
+        await again.adopt()
+        assert [job.id for job in second] == ["2", "3"]
+        assert one.pid1.watching == 2
+        assert second.new_id() == "10"
+        one.pid1.live = {"torchtuned-job-3.scope"}
+        again.scope_ended("torchtuned-job-2.scope")
+        await one.settle(lambda: [job.id for job in second] == ["3"])
+        await again.close()
+
+    asyncio.run(story())
+
+
+def test_pid1_that_does_not_answer_is_asked_again(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "RETRY_S", 0.01)
+    one = bench()
+    answers: list[Any] = [Failed("silence"), Failed("silence"), False]
+
+    async def has_scope(name: str) -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, Failed):
+            raise answer
+        return bool(answer)
+
+    async def story() -> None:
+        child = one.process()
+        job = await one.register(child)
+        await one.manager.commit(UID, job.id)
+        monkeypatch.setattr(one.pid1, "has_scope", has_scope)
+        child.send_signal(signal.SIGKILL)
+        await one.settle(lambda: one.state(job) is None)
+        assert answers == []
+
+    play(one, story)
+
+
+def test_a_changed_machine_serves_the_queue_and_ends_what_never_fits(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def story() -> None:
+        await one.register(cpus="all")
+        waiting = await one.register(cpus="all", wait=0)
+        assert waiting.state is State.QUEUED
+        more = Host(make_tree(one.host.root.parent / "more", machine(cores=[str(cpu) for cpu in range(8)])))
+        one.manager.topology_changed(discover.topology(more))
+        assert one.state(waiting) is State.GRANTED
+
+    play(one, story)
