@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("accounting", "postmortem"),
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "jobrecord"),
-    "use cases": ("manager", "hostpolicy", "hostchecks", "reports"),
+    "use cases": ("manager", "hostpolicy", "hostchecks", "leases", "reports"),
     "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug"),
     "surfaces": ("dbusapi", "command", "render", "changes_page", "cli", "client", "run", "selfplace"),
     "root": ("daemon", "__main__"),

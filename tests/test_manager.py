@@ -24,6 +24,7 @@ from torchtuned.jobs import Job, Jobs, State
 from torchtuned.manager import Manager
 
 UID = os.getuid()
+GPU = "0000:01:00.0"
 SESSION = "/user.slice/user-1000.slice/session-3.scope"
 
 
@@ -58,6 +59,19 @@ class Pid1:
         self.watching += delta
 
 
+class Lent:
+    """GPUs that strangers hold: `next` are the answers to come."""
+
+    def __init__(self) -> None:
+        self.held: frozenset[str] = frozenset()
+        self.next: list[set[str]] = []
+
+    async def look(self, jobs: Any) -> frozenset[str]:
+        if self.next:
+            self.held = frozenset(self.next.pop(0))
+        return self.held
+
+
 class View:
     """Writes down what it is told."""
 
@@ -88,7 +102,7 @@ class Bench:
 
     def __init__(self, folder: Path, config: str = "") -> None:
         files: dict[str, Any] = {
-            **machine(cores=["0", "1", "2", "3"]),
+            **machine(cores=["0", "1", "2", "3"], gpus={GPU: {"vendor": "0x10de", "class": "0x030200"}}),
             "proc/self/cgroup": f"0::{SESSION}\n",
             "proc/sys/kernel/osrelease": "6.12.0\n",
             "sys/fs/cgroup/cgroup.controllers": "cpuset cpu memory pids\n",
@@ -97,8 +111,9 @@ class Bench:
         self.policy: Any = SimpleNamespace(config=load([("test.conf", config)]) if config else builtin())
         self.pid1, self.view, self.active = Pid1(), View(), [False]
         self.table = Jobs(folder / "jobs.json")
+        self.lent = Lent()
         parts = (self.host, self.table, self.policy, self.pid1, self.view)
-        self.manager = Manager(*parts, jobs_active=self.active.append)
+        self.manager = Manager(*parts, lent=self.lent, jobs_active=self.active.append)
         self.manager.topology = discover.topology(self.host)
         self.children: list[subprocess.Popen[bytes]] = []
 
@@ -304,7 +319,7 @@ def test_adoption(bench: Callable[..., Bench]) -> None:
     one.pid1.live = {"torchtuned-job-2.scope", "torchtuned-job-3.scope", "torchtuned-job-9.scope"}
     one.pid1.watching = 0
     second = Jobs(one.table.path)
-    again = Manager(one.host, second, one.policy, one.pid1, one.view, jobs_active=lambda active: None)
+    again = Manager(one.host, second, one.policy, one.pid1, one.view, lent=one.lent, jobs_active=lambda active: None)
     again.topology = one.manager.topology
 
     async def story() -> None:
@@ -353,5 +368,40 @@ def test_a_changed_machine_serves_the_queue_and_ends_what_never_fits(bench: Call
         more = Host(make_tree(one.host.root.parent / "more", machine(cores=[str(cpu) for cpu in range(8)])))
         one.manager.topology_changed(discover.topology(more))
         assert one.state(waiting) is State.GRANTED
+
+    play(one, story)
+
+
+def test_a_gpu_that_a_stranger_computes_on_is_waited_for(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "POLL_S", 0.01)
+    one = bench()
+
+    async def story() -> None:
+        one.lent.next = [{GPU}]
+        with pytest.raises(Busy):
+            await one.register(gpus=1)
+        waiting = await one.register(gpus=1, wait=0)
+        assert waiting.state is State.QUEUED
+        one.lent.next = [{GPU}, {GPU}, set()]
+        await one.settle(lambda: one.state(waiting) is State.GRANTED)
+        assert one.lent.next == []
+        assert (await one.register(gpus=[], shared=True)).state is State.GRANTED
+
+    play(one, story)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_job_is_pinned_again_after_its_cpu_had_gone(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def story() -> None:
+        child = one.process()
+        job = await one.register(child, cpus="1", confine="affinity")
+        await one.manager.commit(UID, job.id)
+        os.sched_setaffinity(child.pid, {0, 1})  # what the kernel does when the last CPU of a mask goes
+        one.manager.topology_changed(one.manager.topology)
+        await one.settle(lambda: os.sched_getaffinity(child.pid) == {0})
 
     play(one, story)

@@ -33,10 +33,12 @@ from torchtuned.hostchecks import HostChecks
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.hotplug import Batch, Hotplug
 from torchtuned.jobs import Jobs
+from torchtuned.leases import Leases
 from torchtuned.ledger import Ledger
 from torchtuned.logind import Desktop
 from torchtuned.manager import Manager
 from torchtuned.notify import Notifier, kept
+from torchtuned.policy import Outcome, Row
 from torchtuned.polkit import Polkit
 from torchtuned.reports import Reports
 from torchtuned.reportstore import FOLDER, Store
@@ -80,13 +82,20 @@ class Daemon:
         )
         self.reports = Reports(host, Store(state_dir / FOLDER), self.api, self.gpus.sample)
         self.manager = Manager(
-            host, Jobs(run_dir / "jobs.json"), self.policy, self.systemd, self.reports, jobs_active=self._jobs_active
+            host,
+            Jobs(run_dir / "jobs.json"),
+            self.policy,
+            self.systemd,
+            self.reports,
+            lent=Leases(host, self.gpus),
+            jobs_active=self._jobs_active,
         )
         self.api.host_checks = HostChecks(
             host, self.gpus, jobs=lambda: self.manager.jobs, ours=lambda: self.engine.ledger.entries
         )
         self._samples: dict[str, Sample] = {}
         self._hotplug: Hotplug | None = None
+        self._watched: tuple[tuple[str, str], ...] = ()
         self._surveying = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._status: asyncio.TimerHandle | None = None
@@ -149,16 +158,31 @@ class Daemon:
         except Exception as e:
             log.exception("the policy could not be applied")
             self.policy.failed_to_start(e if isinstance(e, TorchtunedError) else None)
+        self.policy.reconfigured = lambda: self._spawn(self._reconfigure())
+        self.policy.touched = self._touched
         if self.host.real:
-            self._follow_machine()
             await self.desktop.follow_sleep(lambda: self._spawn(self._renew(("cpu", "gpu", "sysctl"))))
+        await self._reconfigure()
+
+    async def _reconfigure(self) -> None:
+        """Follow what the configuration says of the machine itself: which devices count, how jobs are placed."""
+        watch = self.policy.config.gpu.watch
+        if self.host.real and (self._hotplug is None or watch != self._watched):
+            self._watched = watch
+            self._follow_machine()
         await self._survey()
 
+    def _touched(self, rows: Sequence[Row]) -> None:
+        """Look at the GPUs again after their knobs were written."""
+        if any(row.knob.startswith("gpu/") and row.outcome is Outcome.APPLIED for row in rows):
+            self._spawn(self._survey())
+
     def _follow_machine(self) -> None:
-        hotplug = Hotplug(self.host, self._hotplugged, watch=self.policy.config.gpu.watch)
+        if self._hotplug is not None:
+            self._hotplug.stop()
+        self._hotplug = Hotplug(self.host, self._hotplugged, watch=self._watched)
         try:
-            hotplug.start()
-            self._hotplug = hotplug
+            self._hotplug.start()
         except OSError as e:
             self.policy.fault("hotplug", f"devices that come and go are not seen: {e.strerror}")
 

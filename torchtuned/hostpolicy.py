@@ -45,6 +45,8 @@ class HostPolicy:
         self.config = builtin()
         self.last_applied = 0  # microseconds after 1970, 0 for never
         self.changed = changed
+        self.reconfigured: Callable[[], None] = lambda: None  # after another configuration came into force
+        self.touched: Callable[[Sequence[Row]], None] = lambda rows: None  # with what apply or undo made of the knobs
         self._engine, self._read, self._choice, self._tuners = engine, read, choice, tuners
         self._faults: dict[str, str] = {}
         self._starting, self._given_back = True, False
@@ -126,6 +128,7 @@ class HostPolicy:
             if not knobs:
                 self._given_back = True
             self.changed()
+            self.touched(rows)
             return rows
 
     async def reload(self) -> list[Row]:
@@ -182,6 +185,7 @@ class HostPolicy:
             self._faults.pop("start", None)
             self.last_applied = time.time_ns() // 1000
         self._judge(rows, complete=only is None)
+        self.touched(rows)
         return rows
 
     def _judge(self, rows: Sequence[Row], *, complete: bool) -> None:
@@ -198,6 +202,7 @@ class HostPolicy:
             self.fault("configuration", f"configuration: {e}")
             raise
         self.fault("configuration", "")
+        self.reconfigured()
 
     async def _load(self, profile: str | None) -> Config:
         config: Config = await self._off_loop(self._read, profile)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,11 +22,12 @@ from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthor
 from torchtuned.host import Host
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job, Jobs, State, document, parse_request
-from torchtuned.placement import Request, place
+from torchtuned.placement import Grant, Request, place
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
 
 COMMIT_S = 10.0  # how long a grant waits for its Commit
+POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
 JOBS_PER_USER = 1024
 
@@ -43,6 +44,14 @@ class Pid1(Protocol):
     async def has_scope(self, name: str) -> bool: ...
     async def scopes(self) -> set[str]: ...
     def watch_scopes(self, delta: int) -> None: ...
+
+
+class Lent(Protocol):
+    """GPUs that strangers compute on: `held` as of the last `look`."""
+
+    held: frozenset[str]
+
+    async def look(self, jobs: Sequence[Job]) -> frozenset[str]: ...
 
 
 class View(Protocol):
@@ -78,11 +87,13 @@ class Manager:
         pid1: Pid1,
         view: View,
         *,
+        lent: Lent,
         jobs_active: Callable[[bool], None],
     ) -> None:
         self.topology = Topology(online=frozenset(), allowed=frozenset())
         self._host, self._table, self._policy, self._pid1, self._view = host, table, policy, pid1, view
-        self._jobs_active = jobs_active
+        self._lent, self._jobs_active = lent, jobs_active
+        self._polling = False
         self._pidfds: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._committing: set[str] = set()
@@ -104,6 +115,8 @@ class Manager:
         try:
             request = parse_request(text)
             seen = await asyncio.to_thread(self._look, pidfd)
+            if request.gpus and self.topology.gpus:
+                await self._lent.look(list(self._table))
             if uid not in (0, seen.process.uid):
                 raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
             if self._table.of_user(seen.process.uid) >= JOBS_PER_USER:
@@ -119,6 +132,9 @@ class Manager:
         self._view.job_added(job)
         self._set_timer(job)
         self._followed()
+        if job.state is State.QUEUED and self._lent.held and not self._polling:
+            self._polling = True
+            self._spawn(self._poll())
         return job, self._document(job)
 
     async def commit(self, uid: int, job_id: str) -> dict[str, Any]:
@@ -254,6 +270,8 @@ class Manager:
             rules = replace(rules, when_full="wait")
         request = replace(job.request, affinity=found.affinity or None, cpu_max=found.cpu_max)
         taken = [j.grant for j in self._table if j.grant is not None and j.id not in around]
+        if request.gpus:
+            taken.append(Grant(cpus=frozenset(), gpus=tuple(self._lent.held), bound=False))
         grant = place(self.topology, taken, request, rules)
         how = self._how(job, found)
         return replace(
@@ -290,6 +308,16 @@ class Manager:
                 self._set_timer(job)
                 self._view.job_changed(job)
                 self._view.granted(job, self._document(job))
+
+    async def _poll(self) -> None:
+        """While somebody waits and strangers hold GPUs, look now and then whether they still do."""
+        try:
+            while self._lent.held and any(job.state is State.QUEUED and job.request.gpus for job in self._table):
+                await asyncio.sleep(POLL_S)
+                await self._lent.look(list(self._table))
+                self._serve_queue()
+        finally:
+            self._polling = False
 
     async def _confine(self, job: Job) -> Job:
         """Have PID 1 make the job's scope. Where that fails the job runs all the same, by affinity, and hears why."""
