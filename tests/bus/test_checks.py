@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from harness import MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus
 
 Start = Callable[..., Daemon]
+TOP = Path(__file__).resolve().parents[2]
 
 
 def put(tree: Path, path: str, text: str) -> None:
@@ -42,3 +46,17 @@ def test_findings_of_a_job_are_for_its_user(bus: PrivateBus, daemon: Start, tree
         assert finding["job"] == path.rpartition("/")[2]
         assert "TT045" not in codes(other.do("call", ROOT, MANAGER, "Check")[0])
         assert "TT045" in codes(bus.call(ROOT, MANAGER, "Check")[0])
+
+
+def test_the_command_adds_what_only_the_daemon_knows(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """What the command looked at itself is fresher than the daemon's answer, which keeps for some seconds."""
+    put(tree, "proc/sys/vm/overcommit_memory", "2\n")
+    put(tree, "proc/meminfo", "MemTotal: 1000 kB\n")
+    put(tree, "etc/torchtuned/torchtuned.conf", "[cpu]\ngovernor = perfomance\n")
+    daemon("--sysroot", tree)
+    environment = {**bus.environment, "COLUMNS": "80"}
+    command = [sys.executable, "-m", "torchtuned", "check", "--json"]
+    done = subprocess.run(command, env=environment, cwd=TOP, capture_output=True, text=True, timeout=60, check=False)
+    found = {item["code"] for item in json.loads(done.stdout)["findings"]}
+    assert "degraded" in found  # the daemon's own
+    assert "TT025" not in found  # this machine, which the command sees, has it not

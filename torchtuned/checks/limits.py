@@ -11,7 +11,7 @@ from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity
 
 FILES = 65536  # one descriptor a shared tensor; eight workers with 100 tensors in flight each are far below
-TASKS = 4096  # threads: eight ranks with eight workers of 32 threads are 2,300
+TASKS, TASKS_PER_CPU = 4096, 128  # threads: eight ranks with eight workers of 32 threads are 2,300
 NEAR = 0.8
 RDMA = "/sys/class/infiniband"
 LIMITS_D = "/etc/security/limits.d"
@@ -81,7 +81,7 @@ def tasks(machine: Machine) -> Iterator[Seen | Unseen]:
     if machine.caller:
         yield from _tasks(machine, "self", "")
         _, hard = limit(machine, "self", "processes")
-        if hard < TASKS and uid(machine) != 0:
+        if hard < _least_tasks(machine) and uid(machine) != 0:
             yield Seen(
                 evidence=f"/proc/self/limits: at most {hard} processes and threads for this user",
                 fix=_where(machine, "nproc", "LimitNPROC", "infinity"),
@@ -90,10 +90,15 @@ def tasks(machine: Machine) -> Iterator[Seen | Unseen]:
         yield from _tasks(machine, str(job.pid), job.id)
 
 
+def _least_tasks(machine: Machine) -> int:
+    """Pools are sized by the CPUs that they see; a small host needs, and by default allows, fewer."""
+    return min(TASKS, TASKS_PER_CPU * max(1, len(machine.topology.online)))
+
+
 def _tasks(machine: Machine, process: str, job: str) -> Iterator[Seen]:
     for folder in folders(machine.host, f"/proc/{process}", "pids"):
         most, now = machine.text(f"{folder}/pids.max"), machine.number(f"{folder}/pids.current") or 0
-        if most.isdecimal() and (int(most) < TASKS or now >= NEAR * int(most)):
+        if most.isdecimal() and (int(most) < _least_tasks(machine) or now >= NEAR * int(most)):
             unit = folder.rpartition("/")[2]
             is_unit = unit.endswith((".slice", ".service", ".scope"))
             yield Seen(
