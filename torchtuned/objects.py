@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from xml.sax.saxutils import quoteattr
 
 from torchtuned.bus import Answer, Bus, Call, Rejected, Variant
 
@@ -84,18 +83,18 @@ class Interface:
         return {name: Variant(self.properties[name], value) for name, value in values.items()}
 
     def xml(self) -> str:
-        lines = [f" <interface name={quoteattr(self.name)}>"]
+        lines = [f' <interface name="{self.name}">']
         for name, method in self.methods.items():
-            lines.append(f"  <method name={quoteattr(name)}>")
+            lines.append(f'  <method name="{name}">')
             for direction, args in (("in", method.takes), ("out", method.gives)):
                 lines += [f'   <arg name="{a}" type="{t}" direction="{direction}"/>' for a, t in args]
             lines.append("  </method>")
         for name, args in self.signals.items():
-            lines.append(f"  <signal name={quoteattr(name)}>")
+            lines.append(f'  <signal name="{name}">')
             lines += [f'   <arg name="{a}" type="{t}"/>' for a, t in args]
             lines.append("  </signal>")
         for name, signature in self.properties.items():
-            lines.append(f'  <property name={quoteattr(name)} type="{signature}" access="read">')
+            lines.append(f'  <property name="{name}" type="{signature}" access="read">')
             if name in self.constant:
                 lines.append('   <annotation name="org.freedesktop.DBus.Property.EmitsChangedSignal" value="const"/>')
             lines.append("  </property>")

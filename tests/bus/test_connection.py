@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from dbus_next import Message, MessageType, Variant
+from dbus_next import Message, MessageFlag, Variant
 from dbus_next.signature import SignatureTree
 from harness import PrivateBus, Service, run
 
@@ -275,7 +275,7 @@ def test_signatures_that_strangers_send_are_not_kept_for_ever(bus: PrivateBus) -
     async def story(server: Bus, client: Bus) -> None:
         for i in range(MAX_SIGNATURES + 50):
             signature = "".join("ys"[int(bit)] for bit in f"{i:011b}")
-            message = Message(destination=NAME, path="/x", member="X", message_type=MessageType.METHOD_CALL,
+            message = Message(destination=NAME, path="/x", member="X", flags=MessageFlag.NO_REPLY_EXPECTED,
                               signature=signature, body=[1 if c == "y" else "" for c in signature])  # fmt: skip
             client._send(message)
         await ask(client)
