@@ -121,7 +121,15 @@ def small_machine(folder: Path, *, session: str = "/user.slice/user-1000.slice/s
 
 
 def run(work: Any) -> Any:
-    return asyncio.run(work)
+    """Play a coroutine in a loop of its own, and leave no task behind."""
+
+    async def whole() -> Any:
+        result = await work
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left, f"tasks are left: {left}"
+        return result
+
+    return asyncio.run(whole())
 
 
 class PrivateBus:
