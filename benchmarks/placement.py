@@ -23,9 +23,9 @@ sys.path[:0] = [str(TOP), str(TOP / "tests")]
 from fakes.tree import machine_of, make_tree  # noqa: E402
 
 from torchtuned import discover  # noqa: E402
-from torchtuned.grants import Grant, Request  # noqa: E402
 from torchtuned.host import Host  # noqa: E402
 from torchtuned.placement import place  # noqa: E402
+from torchtuned.placement.grants import Grant, Request  # noqa: E402
 
 ROUNDS, JOBS = 200, 256
 

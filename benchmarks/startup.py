@@ -29,7 +29,7 @@ from torchtuned.client import MANAGER, ROOT, Client  # noqa: E402
 from torchtuned.errors import DaemonUnreachable  # noqa: E402
 
 PYTHON = "/usr/bin/python3"
-ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run import main; sys.exit(main())"
+ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run.main import main; sys.exit(main())"
 RUN = [PYTHON, "-I", "-c", ENTRY, "--quiet"]
 PROGRAM = "/bin/true"
 AIM_MS = 40

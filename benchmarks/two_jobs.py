@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parents[1]
-ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run import main; sys.exit(main())"
+ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run.main import main; sys.exit(main())"
 TRAIN = TOP / "examples/train.py"
 
 

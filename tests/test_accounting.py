@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fakes.tree import make_tree
 
-from torchtuned import accounting, journal, postmortem
 from torchtuned.host import Host
-from torchtuned.inotify import Inotify
+from torchtuned.reports import accounting, journal, postmortem
+from torchtuned.reports.inotify import Inotify
 
 SCOPE = "torchtuned-job-7.scope"
 SLICE = "/user.slice/user-1000.slice"

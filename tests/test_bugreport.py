@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fakes.sound import MOUNTS, build
 
-from torchtuned import cli
 from torchtuned.bugreport import Privacy
+from torchtuned.cli import main as cli
 from torchtuned.host import Host
 
 SECRETS = ("ann", "trainer", "filer", "hunter2", "10.1.2.3", "8c1d7a4e", "pw@proxy", "mysecretproject")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from fakes import tree
 
-from torchtuned import cli
-from torchtuned.command import Command
+from torchtuned.cli.command import Command
+from torchtuned.cli import main as cli
 from torchtuned.errors import Unplaceable
 
 TOP = Path(__file__).resolve().parent.parent

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fakes.sound import CG, SESSION, build
 
-from torchtuned import cli
 from torchtuned.checks import REGISTRY, reading
-from torchtuned.cli_check import running
+from torchtuned.cli.check import running
+from torchtuned.cli import main as cli
 
 SHM = {"proc/sys/vm/overcommit_memory": "2\n", "proc/sys/vm/max_map_count": "65530\n"}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchtuned import cli_jobs
+from torchtuned.cli import jobs as cli_jobs
 from torchtuned.cpuset import format_list
 from torchtuned.environment import RANKS
 from torchtuned.host import Host

@@ -13,10 +13,10 @@ import pytest
 from fakes.tree import machine, make_tree
 from rich.cells import cell_len
 
-from torchtuned import cli_watch
-from torchtuned.cli_screen import screen
-from torchtuned.cli_top import SIGNALS, Terminal
-from torchtuned.cli_watch import Row, View, Watcher
+from torchtuned.cli import watch as cli_watch
+from torchtuned.cli.screen import screen
+from torchtuned.cli.top import SIGNALS, Terminal
+from torchtuned.cli.watch import Row, View, Watcher
 from torchtuned.host import Host
 
 QUIET = Row(

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from torchtuned import cli, run_options
-from torchtuned.changes_page import page
-from torchtuned.command import Command
+from torchtuned.cli.changes_page import page
+from torchtuned.cli.command import Command
+from torchtuned.cli import main as cli
 from torchtuned.config_keys import BLOCK, PROFILE_ONLY, SECTIONS, TIMING
 from torchtuned.configfiles import profiles
 from torchtuned.dbusapi import GPU, JOB, Api
 from torchtuned.host import Host
+from torchtuned.run import options as run_options
 
 TOP = Path(__file__).resolve().parent.parent
 MAN = TOP / "share/man"

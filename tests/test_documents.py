@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from torchtuned import discover
 from torchtuned.cpuset import parse_list
-from torchtuned.documents import (
+from torchtuned.errors import InvalidRequest
+from torchtuned.host import Host
+from torchtuned.placement import place
+from torchtuned.placement.documents import (
     answer,
     grant_from_json,
     grant_to_json,
@@ -22,10 +25,7 @@ from torchtuned.documents import (
     request_to_json,
     topology_document,
 )
-from torchtuned.errors import InvalidRequest
-from torchtuned.grants import CONFINE, MEMORY, POLICIES, Request
-from torchtuned.host import Host
-from torchtuned.placement import place
+from torchtuned.placement.grants import CONFINE, MEMORY, POLICIES, Request
 
 SCHEMAS = Path(__file__).resolve().parents[1] / "share/torchtuned/schemas"
 

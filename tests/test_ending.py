@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtuned.ending import Facts, OomKill, ending, kills_of, oom_kill
+from torchtuned.reports.ending import Facts, OomKill, ending, kills_of, oom_kill
 
 LINE = (
     "oom-kill:constraint={},nodemask=(null),cpuset=user.slice,mems_allowed=0-1,oom_memcg=/user.slice,"

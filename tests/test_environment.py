@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchtuned.environment import Facts, decide, leftovers
-from torchtuned.launchers import recognise
+from torchtuned.run.launchers import recognise
 
 FORBIDDEN = (
     "OMP_PROC_BIND",

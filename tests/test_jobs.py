@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtuned.config import builtin
-from torchtuned.documents import request_to_json
 from torchtuned.errors import Failed, InvalidRequest
 from torchtuned.jobs import MAX_REQUEST, Job, Jobs, State, document, parse_request
 from torchtuned.placement import Grant, Rank, Request
+from torchtuned.placement.documents import request_to_json
 from torchtuned.processes import Process
+from torchtuned.run.trust import trusted
 from torchtuned.topology import Gpu, Topology
-from torchtuned.trust import trusted
 
 SCHEMAS = Path(__file__).resolve().parents[1] / "share/torchtuned/schemas"
 MACHINE = Topology(online=frozenset(range(8)), allowed=frozenset(range(8)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtuned.launchers import recognise
+from torchtuned.run.launchers import recognise
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from conftest import Snapshot
 from fakes import tree
 
 from torchtuned import discover
+from torchtuned.cli.machine_map import Line, Owner, draw
 from torchtuned.cpuset import parse_list
 from torchtuned.host import Host
-from torchtuned.machine_map import Line, Owner, draw
 from torchtuned.topology import Topology
 
 

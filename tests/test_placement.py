@@ -24,9 +24,9 @@ from fakes.tree import (
 from torchtuned import discover
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.errors import Busy, InvalidRequest, NoSuchGpu, Unplaceable
-from torchtuned.grants import Grant, Request, Rules
 from torchtuned.host import Host
 from torchtuned.placement import place
+from torchtuned.placement.grants import Grant, Request, Rules
 from torchtuned.topology import GpuFacts, Topology
 
 Files = Mapping[str, str | bytes | None]

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtuned.errors import Busy, TorchtunedError, Unplaceable
-from torchtuned.grants import POLICIES, Grant, Request, Rules
 from torchtuned.placement import grant_from_json, grant_to_json, place
+from torchtuned.placement.grants import POLICIES, Grant, Request, Rules
 from torchtuned.topology import Core, Gpu, Node, Topology
 
 KEEP = settings(derandomize=True, deadline=None, max_examples=200)

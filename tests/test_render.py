@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtuned import render
+from torchtuned.cli import render
 
 
 def row(knob: str, **values: str) -> render.Row:

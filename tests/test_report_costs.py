@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from fakes.tree import make_tree
 
-from torchtuned import reports
 from torchtuned.gpus import Sample
 from torchtuned.host import Host
 from torchtuned.jobs import Job, State
 from torchtuned.placement import Grant, Request
 from torchtuned.processes import Process
-from torchtuned.reports import Reports
-from torchtuned.reportstore import Store
+from torchtuned.reports import keeper as reports
+from torchtuned.reports.keeper import Reports
+from torchtuned.reports.store import Store
 
 GPU = "0000:01:00.0"
 SCOPE = "torchtuned-job-1.scope"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchtuned.reportstore import Name, Store, find
+from torchtuned.reports.store import Name, Store, find
 
 
 def test_written_whole_private_and_found_again(tmp_path: Path) -> None:

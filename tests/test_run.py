@@ -24,7 +24,7 @@ import pytest
 from torchtuned.cpuset import format_list, parse_list
 
 TOP = Path(__file__).resolve().parent.parent
-ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run import main; sys.exit(main())"
+ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run.main import main; sys.exit(main())"
 RUN = ["/usr/bin/python3", "-I", "-c", ENTRY]  # as /usr/bin/torchtuned-run starts
 MINE = format_list(os.sched_getaffinity(0))
 # a program with threads and a child process, each of which says its mask

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from fakes.tree import machine, machine_a, make_tree, pairs
 
-from torchtuned import configfiles, selfplace
+from torchtuned import configfiles
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import Busy, NoSuchGpu
-from torchtuned.grants import Request
 from torchtuned.host import Host
 from torchtuned.placement import request_to_json
+from torchtuned.placement.grants import Request
+from torchtuned.run import selfplace
 
 TOP = Path(__file__).resolve().parent.parent
 PARENT = 1
@@ -293,7 +294,7 @@ def test_many_at_once_stay_apart(runtime: Path, tmp_path: Path) -> None:
     script = (
         f"import os, sys; from pathlib import Path; sys.path[:0] = {[str(TOP), str(TOP / 'tests')]!r}\n"
         "from fakes.tree import make_tree; from test_selfplace import process, wishes\n"
-        f"from torchtuned import selfplace; from torchtuned.host import Host; root = Path({str(root)!r})\n"
+        f"from torchtuned.run import selfplace; from torchtuned.host import Host; root = Path({str(root)!r})\n"
         "pid = os.getpid(); make_tree(root, process(pid)); sys.stdin.read(1)\n"
         "print(selfplace.place_self(wishes(cpus='1'), pid=pid, host=Host(root))['cpus'], flush=True); sys.stdin.read()"
     )

@@ -6,10 +6,10 @@ from typing import Any
 
 from conftest import Snapshot
 
-from torchtuned import discover, documents, pci
+from torchtuned import discover, pci
 from torchtuned.cpuset import parse_list
 from torchtuned.host import Host
-from torchtuned.placement import Request, place
+from torchtuned.placement import Request, documents, place
 
 
 def test_the_same_answer_as_lscpu_and_hwloc(snapshot: Snapshot) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import Failed
-from torchtuned.trust import trusted
+from torchtuned.run.trust import trusted
 
 MASK = frozenset(range(8))
 GOOD: dict[str, Any] = {

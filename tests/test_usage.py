@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchtuned import usage
-from torchtuned.usage import GpuFigures, duration, size
+from torchtuned.reports import usage
+from torchtuned.reports.usage import GpuFigures, duration, size
 
 
 def test_cpu_stat_with_and_without_a_quota() -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from torchtuned.cli import main
+from torchtuned.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,8 +40,8 @@ from torchtuned.manager import Manager
 from torchtuned.notify import Notifier, kept
 from torchtuned.policy import Outcome, Row
 from torchtuned.polkit import Polkit
-from torchtuned.reports import Reports
-from torchtuned.reportstore import FOLDER, Store
+from torchtuned.reports.keeper import Reports
+from torchtuned.reports.store import FOLDER, Store
 from torchtuned.systemd1 import Systemd
 from torchtuned.topology import Topology
 from torchtuned.tunables.owners import UNITS

@@ -23,7 +23,7 @@ from torchtuned.manager import Manager
 from torchtuned.objects import Interface, Method, Objects
 from torchtuned.policy import Outcome, Row
 from torchtuned.polkit import Polkit, uid
-from torchtuned.reports import Reports
+from torchtuned.reports.keeper import Reports
 from torchtuned.topology import Gpu, Topology
 
 NAME = "org.torchtuned1"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from torchtuned.launchers import Launcher
+    from torchtuned.run.launchers import Launcher
 
 PROFILES = ("cpu", "memory", "compile", "debug")
 RANKS = "TORCHTUNED_RANKS"

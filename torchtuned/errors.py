@@ -97,5 +97,8 @@ class Refused(HostError):
 
 BY_NAME: dict[str, type[TorchtunedError]] = {
     cls.name: cls
-    for cls in (Failed, InvalidRequest, InvalidConfig, NoSuchJob, NoSuchGpu, NoSuchKnob, Unplaceable, Busy, NotAuthorized)
+    for cls in (
+        *(Failed, InvalidRequest, InvalidConfig, NoSuchJob, NoSuchGpu, NoSuchKnob),
+        *(Unplaceable, Busy, NotAuthorized),
+    )
 }

@@ -17,7 +17,7 @@ from harness import JOB, MANAGER, REPOSITORY, ROOT, USER, Daemon, PrivateBus
 
 from torchtuned.cpuset import format_list, parse_list
 
-ENTRY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from torchtuned.run import main; sys.exit(main())"
+ENTRY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from torchtuned.run.main import main; sys.exit(main())"
 RUN = ["/usr/bin/python3", "-I", "-c", ENTRY]
 MINE = frozenset(os.sched_getaffinity(0))
 HOLD = ["sh", "-c", "echo $$; read x"]

@@ -19,11 +19,11 @@ from dataclasses import asdict
 from types import FrameType, TracebackType
 from typing import Self
 
-from torchtuned import render
-from torchtuned.cli_machine import host_of, sysroot_option
-from torchtuned.cli_screen import FOOT, HEAD, screen
-from torchtuned.cli_watch import View, Watcher
-from torchtuned.command import FINE, SCHEMA, print_json
+from torchtuned.cli import render
+from torchtuned.cli.command import FINE, SCHEMA, print_json
+from torchtuned.cli.machine import host_of, sysroot_option
+from torchtuned.cli.screen import FOOT, HEAD, screen
+from torchtuned.cli.watch import View, Watcher
 
 ONCE_S = 1.0  # between the two readings of --once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)

@@ -9,15 +9,16 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from torchtuned import discover, machine_map, render
-from torchtuned.cli_machine import host_of
+from torchtuned import discover
+from torchtuned.cli import machine_map, render
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
+from torchtuned.cli.machine import host_of
 from torchtuned.client import Client
-from torchtuned.command import FINDINGS, FINE, SCHEMA, note, print_json
 from torchtuned.cpuset import CpuSet, format_list, parse_list
-from torchtuned.documents import topology_document
 from torchtuned.environment import RANKS
 from torchtuned.errors import DaemonUnreachable, HostError
 from torchtuned.host import Host
+from torchtuned.placement.documents import topology_document
 from torchtuned.topology import GpuFacts
 
 WATCH_S = 2.0

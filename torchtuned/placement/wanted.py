@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchtuned import cuda
 from torchtuned.errors import Busy, InvalidRequest, NoSuchGpu, Unplaceable
-from torchtuned.grants import Grant, Request
+from torchtuned.placement.grants import Grant, Request
 from torchtuned.topology import Gpu, Topology
 
 # A GPU held by one of these is somebody else's, a virtual machine's

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from torchtuned import __version__, render
-from torchtuned.cli_machine import host_of, sysroot_option
+from torchtuned import __version__
+from torchtuned.cli import render
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
+from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client
-from torchtuned.command import FINDINGS, FINE, SCHEMA, note, print_json
 from torchtuned.configfiles import read_config
 from torchtuned.engine import Engine
 from torchtuned.errors import DaemonUnreachable, Failed, NotAuthorized

@@ -34,7 +34,7 @@ def supervise(start: Callable[[], int], command: Sequence[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         status = 1
         try:
-            from torchtuned.run import outcome
+            from torchtuned.run.main import outcome
 
             status = outcome(start)
         finally:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torchtuned import journal
 from torchtuned.checks import xid
-from torchtuned.ending import OOMD_LINE, OomKill, kills_of, oom_kill
-from torchtuned.journal import Entry
+from torchtuned.reports import journal
+from torchtuned.reports.ending import OOMD_LINE, OomKill, kills_of, oom_kill
+from torchtuned.reports.journal import Entry
 
 LOOK_BACK = 600_000_000  # microseconds before its end, or its first out-of-memory kill, that may explain a job's end
 BEFORE = 5_000_000  # the kernel counts a kill and logs it; which comes first is not said

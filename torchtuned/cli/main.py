@@ -14,18 +14,16 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from torchtuned import (
-    __version__,
-    cli_bugreport,
-    cli_check,
-    cli_config,
-    cli_jobs,
-    cli_machine,
-    cli_policy,
-    cli_report,
-    cli_top,
-)
-from torchtuned.command import FINDINGS, USAGE, Command
+from torchtuned import __version__
+from torchtuned.cli import bugreport as cli_bugreport
+from torchtuned.cli import check as cli_check
+from torchtuned.cli import config as cli_config
+from torchtuned.cli import jobs as cli_jobs
+from torchtuned.cli import machine as cli_machine
+from torchtuned.cli import policy as cli_policy
+from torchtuned.cli import report as cli_report
+from torchtuned.cli import top as cli_top
+from torchtuned.cli.command import FINDINGS, USAGE, Command
 from torchtuned.errors import TorchtunedError
 
 PROGRAM = "torchtuned"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtuned.usage import together
+from torchtuned.reports.usage import together
 
 # oom-kill:constraint=CONSTRAINT_MEMCG,…,oom_memcg=/a,task_memcg=/a/b.scope,task=python,pid=42,uid=1000
 OOM_LINE = re.compile(r"oom-kill:constraint=(\w+),.*task=(.*),pid=(\d+),uid=(\d+)")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchtuned.dealing import Piece, by_node, cpus_of, deal_or_share, deal_ranks, group, pick, pieces
-from torchtuned.space import Space
+from torchtuned.placement.dealing import Piece, by_node, cpus_of, deal_or_share, deal_ranks, group, pick, pieces
+from torchtuned.placement.space import Space
 from torchtuned.topology import Topology
 
 

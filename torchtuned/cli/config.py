@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 
-from torchtuned import render
-from torchtuned.changes_page import page
-from torchtuned.cli_machine import host_of, sysroot_option
-from torchtuned.cli_policy import CHANGE_S, local_ledger, look, tuners_of
+from torchtuned.cli import render
+from torchtuned.cli.changes_page import page
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
+from torchtuned.cli.machine import host_of, sysroot_option
+from torchtuned.cli.policy import CHANGE_S, local_ledger, look, tuners_of
 from torchtuned.client import MANAGER, ROOT, Client
-from torchtuned.command import FINDINGS, FINE, SCHEMA, print_json
 from torchtuned.config import Config, Setting
 from torchtuned.configfiles import Profile, profiles, read_config
 from torchtuned.effects import effect

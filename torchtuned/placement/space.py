@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchtuned.cpuset import CpuSet, format_list
-from torchtuned.dealing import Piece, cpus_of, pieces
 from torchtuned.errors import Busy, InvalidRequest, Unplaceable
-from torchtuned.grants import Grant, Request, Rules
+from torchtuned.placement.dealing import Piece, cpus_of, pieces
+from torchtuned.placement.grants import Grant, Request, Rules
 from torchtuned.topology import Topology
 
 REMEDY = "for cores of its own: start jobs with --cpus N, set slots in the configuration, or wait with --wait"

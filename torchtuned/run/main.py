@@ -14,16 +14,18 @@ import os
 import signal
 import sys
 
-from torchtuned import errors, launchers, run_options
+from torchtuned import errors
 from torchtuned.environment import Decision, Facts, decide, leftovers
-from torchtuned.run_place import confine, find_place, say
+from torchtuned.run import launchers
+from torchtuned.run import options as run_options
+from torchtuned.run.place import confine, find_place, say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from torchtuned.run_options import Options
+    from torchtuned.run.options import Options
 
 FAILED, NOT_RUN, NOT_FOUND = 125, 126, 127
 
@@ -70,7 +72,7 @@ def act(options: Options) -> int:
     elif not options.command:
         raise errors.InvalidRequest("no command given", hint="torchtuned-run --help")
     elif options.report:
-        from torchtuned.run_report import supervise
+        from torchtuned.run.report import supervise
 
         return supervise(lambda: start(options), options.command)
     else:
@@ -90,7 +92,7 @@ def start(options: Options) -> int:
         notes = [*grant["warnings"], *leftovers(environ), *confine(grant)]
         decisions = decisions_for(options, environ, grant, launcher)
         notes += [decision.warning for decision in decisions.values() if decision.warning]
-        from torchtuned import run_setup
+        from torchtuned.run import setup as run_setup
 
         notes += run_setup.limits(grant.get("limits", {})) + run_setup.shared_memory()
         notes += run_setup.memory(options.memory, grant["memory_nodes"])
@@ -166,7 +168,7 @@ def decisions_for(
     profiles = tuple(dict.fromkeys([*grant.get("env_profiles", ()), *options.env_profile]))
     facts = Facts()
     if profiles or (launcher is not None and len(grant["ranks"]) > 1):
-        from torchtuned import run_setup
+        from torchtuned.run import setup as run_setup
 
         facts = run_setup.facts(profiles, environ)
     return decide(
@@ -202,7 +204,7 @@ def explain(options: Options) -> int:
             find_program(options.command[0], environ)
         except CannotRun as error:
             notes.append(str(error))
-    from torchtuned import run_explain
+    from torchtuned.run import explain as run_explain
 
     print(run_explain.text(place.grant, place.by, decisions, notes, as_json=options.json))
     return 0

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchtuned.cpuset import CpuSet, format_list
-from torchtuned.cpushares import cpu_shares
-from torchtuned.dealing import cpus_of, deal_or_share
-from torchtuned.documents import grant_from_json, grant_to_json, request_from_json, request_to_json
 from torchtuned.errors import InvalidRequest
-from torchtuned.gpushares import Share, gpu_shares
-from torchtuned.grants import MEMORY, POLICIES, Grant, Rank, Request, Rules
-from torchtuned.space import Space, cpus_wish, space_for
+from torchtuned.placement.cpushares import cpu_shares
+from torchtuned.placement.dealing import cpus_of, deal_or_share
+from torchtuned.placement.documents import grant_from_json, grant_to_json, request_from_json, request_to_json
+from torchtuned.placement.gpushares import Share, gpu_shares
+from torchtuned.placement.grants import MEMORY, POLICIES, Grant, Rank, Request, Rules
+from torchtuned.placement.space import Space, cpus_wish, space_for
+from torchtuned.placement.wanted import Wanted, wanted_gpus
 from torchtuned.topology import Gpu, Topology
-from torchtuned.wanted import Wanted, wanted_gpus
 
 __all__ = [
     "Grant",

@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from torchtuned import __version__, discover
 from torchtuned.bugreport import KERNEL, Recorder
 from torchtuned.checks import driver, run_checks, xid
-from torchtuned.cli_machine import host_of, sysroot_option
-from torchtuned.cli_policy import local_ledger, row_document, tuners_of
-from torchtuned.command import FINE, note
+from torchtuned.cli.command import FINE, note
+from torchtuned.cli.machine import host_of, sysroot_option
+from torchtuned.cli.policy import local_ledger, row_document, tuners_of
 from torchtuned.configfiles import read_config
 from torchtuned.cpulimits import cpuset_of_folder
-from torchtuned.documents import topology_document
 from torchtuned.engine import Engine
 from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
 from torchtuned.gpus import Gpus
+from torchtuned.placement.documents import topology_document
 
 DOCUMENTS = "/.torchtuned"
 

@@ -8,14 +8,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchtuned import discover, render
-from torchtuned.command import FINE, print_json
+from torchtuned import discover
+from torchtuned.cli import render
+from torchtuned.cli.command import FINE, print_json
 from torchtuned.cpuset import CpuSet, format_list, parse_list
-from torchtuned.documents import answer, grants_in_force, topology_document
 from torchtuned.errors import InvalidRequest
-from torchtuned.grants import POLICIES, Grant, Request
 from torchtuned.host import Host
 from torchtuned.placement import place as place_job
+from torchtuned.placement.documents import answer, grants_in_force, topology_document
+from torchtuned.placement.grants import POLICIES, Grant, Request
 from torchtuned.topology import Gpu, Topology
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchtuned.cli_watch import Row, View
-from torchtuned.usage import duration
+from torchtuned.cli.watch import Row, View
+from torchtuned.reports.usage import duration
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,12 +6,12 @@ they have waited for say, so they are a lower bound and are marked as such ("of"
 
 from __future__ import annotations
 
-from torchtuned import proctree, usage
 from torchtuned.cpulimits import limits
 from torchtuned.errors import HostError
 from torchtuned.host import Host
+from torchtuned.reports import proctree, usage
+from torchtuned.reports.usage import Figures
 from torchtuned.scopes import MOUNT
-from torchtuned.usage import Figures
 
 
 def cgroup_of(host: Host, pid: int, scope: str) -> str:

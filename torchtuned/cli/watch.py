@@ -11,13 +11,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtuned import accounting
-from torchtuned.cli_jobs import GPU, JOB, Properties, _command, _int, _texts, of_kind, user_name
+from torchtuned.cli.jobs import GPU, JOB, Properties, _command, _int, _texts, of_kind, user_name
 from torchtuned.client import Client
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import DaemonUnreachable, HostError
 from torchtuned.host import Host
-from torchtuned.usage import Figures, within
+from torchtuned.reports import accounting
+from torchtuned.reports.usage import Figures, within
 
 LIST_S = 10.0  # between two lists of jobs from the daemon
 GPU_S = 5.0  # between two questions to NVML

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtuned import render, reportstore
-from torchtuned.cli_jobs import since, user_name
+from torchtuned.cli import render
+from torchtuned.cli.command import FINE, note, print_json
+from torchtuned.cli.jobs import since, user_name
 from torchtuned.client import MANAGER, ROOT, Client
-from torchtuned.command import FINE, note, print_json
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import DaemonUnreachable, NoSuchJob
-from torchtuned.usage import duration, size, together, within
+from torchtuned.reports import store as reportstore
+from torchtuned.reports.usage import duration, size, together, within
 
 FOLDER = Path("/var/lib/torchtuned") / reportstore.FOLDER
 SHOWN = 20  # of the list

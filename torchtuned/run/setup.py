@@ -101,7 +101,7 @@ def facts(profiles: Sequence[str], environ: Mapping[str, str]) -> Facts:
 
 def _rank_door() -> tuple[str, str]:
     """share/torchtuned/rank and the code it runs: of a source tree, else the installed one."""
-    package = os.path.dirname(os.path.abspath(__file__))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for share in (os.path.join(os.path.dirname(package), "share"), "/usr/share"):
         door = os.path.join(share, "torchtuned/rank")
         if os.access(door, os.X_OK):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.errors import InvalidRequest
-from torchtuned.grants import CONFINE, MEMORY, POLICIES, Grant, Rank, Request
+from torchtuned.placement.grants import CONFINE, MEMORY, POLICIES, Grant, Rank, Request
 from torchtuned.topology import Topology
 
 T = TypeVar("T")

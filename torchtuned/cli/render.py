@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from torchtuned.cli.machine_map import Line
 from torchtuned.cpuset import format_list
-from torchtuned.machine_map import Line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,7 +1,7 @@
 """Where torchtuned-run gets its place: from torchtunedd, else by itself.
 
 The order with the daemon is: register, move, commit. What the daemon answers is checked before anything is done with
-it (trust.py). Whatever keeps the daemon from giving a place leads to placing without it, except where the request
+it (run/trust.py). Whatever keeps the daemon from giving a place leads to placing without it, except where the request
 itself is what is wrong, or where the administrator's rules say no.
 """
 
@@ -15,15 +15,15 @@ import time
 from torchtuned import errors
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.cpuset import format_list, parse_list
-from torchtuned.trust import trusted
+from torchtuned.run.trust import trusted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from torchtuned.launchers import Launcher
-    from torchtuned.run_options import Options
+    from torchtuned.run.launchers import Launcher
+    from torchtuned.run.options import Options
 
 COMMIT_S = 10.0  # PID 1 makes a scope meanwhile, and a busy one takes its time
 POLL_S = 5.0
@@ -103,7 +103,7 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
         if os.sched_getaffinity(0) != mask:
             os.sched_setaffinity(0, mask)
         problem = error
-    from torchtuned import selfplace
+    from torchtuned.run import selfplace
 
     inside = isinstance(problem, InsideJob)
     per_gpu = counted is not None and counted.count in ("gpu", "auto")

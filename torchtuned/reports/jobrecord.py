@@ -9,14 +9,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtuned import accounting, postmortem
 from torchtuned.cpuset import format_list
-from torchtuned.ending import Facts, ending
 from torchtuned.host import Host
 from torchtuned.jobs import Job
-from torchtuned.journal import Entry
-from torchtuned.reportstore import Name
-from torchtuned.usage import Figures, GpuFigures
+from torchtuned.reports import accounting, postmortem
+from torchtuned.reports.ending import Facts, ending
+from torchtuned.reports.journal import Entry
+from torchtuned.reports.store import Name
+from torchtuned.reports.usage import Figures, GpuFigures
 
 SCHEMA = 1
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet, format_list
-from torchtuned.cpushares import grouped
-from torchtuned.dealing import Piece, by_node, cpus_of, deal, deal_or_share, group, near, pick
-from torchtuned.space import Space
+from torchtuned.placement.cpushares import grouped
+from torchtuned.placement.dealing import Piece, by_node, cpus_of, deal, deal_or_share, group, near, pick
+from torchtuned.placement.space import Space
 from torchtuned.topology import Gpu
 
 

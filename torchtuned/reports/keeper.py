@@ -17,18 +17,19 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from torchtuned import accounting, jobrecord, journal, postmortem, processes
+from torchtuned import processes
 from torchtuned.cpulimits import limits
 from torchtuned.errors import HostError, InvalidRequest, NoSuchJob
 from torchtuned.gpus import Sample
 from torchtuned.host import Host
-from torchtuned.inotify import Inotify
-from torchtuned.jobrecord import Record, now
 from torchtuned.jobs import Job, State
 from torchtuned.manager import View
-from torchtuned.reportstore import Name, Store, find
+from torchtuned.reports import accounting, jobrecord, journal, postmortem
+from torchtuned.reports.inotify import Inotify
+from torchtuned.reports.jobrecord import Record, now
+from torchtuned.reports.store import Name, Store, find
+from torchtuned.reports.usage import GpuFigures
 from torchtuned.scopes import MOUNT
-from torchtuned.usage import GpuFigures
 
 FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
 SETTLE_S = 1.0  # from a job's end until the journal is read: PID 1 and systemd-oomd write after the fact

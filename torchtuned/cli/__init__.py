@@ -1,0 +1,1 @@
+"""The torchtuned command: one module a family of verbs, and what they print with."""

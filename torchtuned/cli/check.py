@@ -1,0 +1,287 @@
+"""`torchtuned check`: what is wrong here for training, what it costs, and the command that mends it.
+
+It runs as its user, who can see most; the daemon, where it answers, adds what only root sees and tells which jobs run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchtuned import checks
+from torchtuned.checks import Running, dataset, reading
+from torchtuned.checks.files import size
+from torchtuned.checks.registry import Check, Machine
+from torchtuned.cli import render
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
+from torchtuned.cli.jobs import JOB
+from torchtuned.cli.machine import host_of, sysroot_option
+from torchtuned.client import MANAGER, ROOT, Client
+from torchtuned.cpuset import parse_list
+from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
+from torchtuned.findings import Severity
+from torchtuned.gpus import Gpus
+from torchtuned.policy import Outcome
+
+if TYPE_CHECKING:
+    from torchtuned.host import Host
+
+Document = dict[str, str]
+
+LOOK_S = 30.0
+ORDER = [str(severity) for severity in Severity]
+STYLES = {"error": "bold red", "warning": "bold yellow", "notice": "bold cyan"}
+SET = (str(Outcome.APPLIED), str(Outcome.KEPT))
+CLASSES = {
+    "AUTO": "torchtuned can do it by itself",
+    "JOB": "torchtuned does it while jobs run",
+    "ASK": "for you to decide",
+    "TELL": "for you to look at",
+}
+
+
+def check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--explain", metavar="CODE", help="what one check looks at and why, and what it finds here")
+    parser.add_argument(
+        "--python", metavar="PATH", help="an interpreter, or its folder, whose torch is to fit the driver"
+    )
+    parser.add_argument("--data", metavar="PATH", help="a data set: what it lies on, and a few seconds of reading it")
+    sysroot_option(parser)
+
+
+def check(args: argparse.Namespace) -> int:
+    host = host_of(args)
+    if args.python and host.real:
+        args.python = os.path.abspath(args.python)
+    if args.data and not host.exists(os.path.abspath(args.data) if host.real else args.data):
+        raise InvalidRequest("no such file or folder", where=f"--data {args.data}")
+    if args.data and host.real:
+        args.data = os.path.abspath(args.data)
+    if args.explain:
+        return _explain(args, host, checks.find(args.explain))
+    found, unchecked = _run(args, host, None)
+    data = _data(args, host) if args.data else None
+    if args.json:
+        document: dict[str, object] = {"schema": SCHEMA, "findings": found, "unchecked": unchecked}
+        print_json(document | ({"data": data} if data else {}))
+    else:
+        if data:
+            render.facts(f"{data['path']}", _data_facts(data))
+        _print(found, unchecked)
+    return FINDINGS if found else FINE
+
+
+def _run(args: argparse.Namespace, host: Host, only: Sequence[str] | None) -> tuple[list[Document], list[Document]]:
+    """Findings, worst first, and what could not be looked at."""
+    jobs: list[Running] | None = []
+    ours: frozenset[str] = frozenset()
+    theirs: list[Document] = []
+    if host.real:
+        try:
+            jobs, ours, theirs = _ask_daemon()
+        except TorchtunedError:
+            jobs = None  # each check that needs them says so
+    options = {"python": args.python, "data": args.data}
+    findings, unseen = checks.run_checks(host, Gpus(host), only, ours=ours, jobs=jobs, **options)
+    found = [finding.document() for finding in findings]
+    unsure = {item.code for item in unseen}
+    for document in theirs:
+        # what was looked at here is fresher, and in the user's own words; the rest only the daemon could see or knows
+        if document["code"] in unsure or (only is None and document["code"] not in checks.REGISTRY):
+            found.append(document)
+    found.sort(key=lambda document: (_rank(document), document["code"]))
+    return found, [item.document() for item in unseen]
+
+
+def _rank(document: Document) -> int:
+    return ORDER.index(document["severity"]) if document["severity"] in ORDER else len(ORDER)
+
+
+def _ask_daemon() -> tuple[list[Running], frozenset[str], list[Document]]:
+    """Its running jobs, the knobs that it set, and what it finds itself."""
+    with Client(timeout_s=LOOK_S) as daemon:
+        jobs = running(daemon.objects())
+        [rows] = daemon.call(ROOT, MANAGER, "Verify")
+        [found] = daemon.call(ROOT, MANAGER, "Check")
+    ours = frozenset(str(row[0]) for row in rows if row[3] in SET) if isinstance(rows, list) else frozenset[str]()
+    documents = [
+        {"cost": "", **{key: str(value) for key, value in item.items()}}
+        for item in (found if isinstance(found, list) else [])
+    ]
+    return jobs, ours, documents
+
+
+def running(objects: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[Running]:
+    """The running jobs among the daemon's objects."""
+    found = []
+    for interfaces in objects.values():
+        job = interfaces.get(JOB)
+        if job and job.get("State") == "running":
+            gpus = job.get("Gpus")
+            found.append(
+                Running(
+                    id=str(job["Id"]),
+                    pid=int(str(job["Pid"])),
+                    uid=int(str(job["Uid"])),
+                    cpus=parse_list(str(job.get("Cpus", ""))),
+                    gpus=tuple(map(str, gpus)) if isinstance(gpus, list) else (),
+                    scope=str(job.get("Scope", "")),
+                )
+            )
+    return found
+
+
+def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
+    from rich.text import Text
+
+    out = render.console()
+    for document in found:
+        about = f", job {document['job']}" if document.get("job") else ""
+        head = Text(f"{document['code']} {document['severity']}", style=STYLES.get(document["severity"], "bold"))
+        out.print(head.append(Text(f"  {document['title']}{about}", style="bold default")))
+        fix = f"{document['fix']}  [{document['class']}: {CLASSES.get(document['class'], 'torchtuned')}]"
+        rows = [("seen", document["evidence"]), ("costs", document.get("cost", "")), ("mend", fix)]
+        render.facts("", [(word, text) for word, text in rows if text])
+    reasons: dict[str, list[str]] = {}
+    for document in unchecked:
+        reasons.setdefault(document["because"], []).append(document["code"])
+    if reasons:
+        out.print(Text("could not be checked", style="bold"))
+        render.facts("", [(_codes(codes), f"because {reason}") for reason, codes in reasons.items()])
+    faults = sum(document["severity"] in ("error", "warning") for document in found)
+    tuning = len(found) - faults
+    parts = (
+        [f"{faults} {'fault' if faults == 1 else 'faults'}", f"{tuning} to consider"] if found else ["nothing is wrong"]
+    )
+    if unchecked:
+        parts.append(f"{len({document['code'] for document in unchecked})} checks could not look everywhere")
+    print("; ".join(parts) + ".")
+    if found:
+        print("More on one: torchtuned check --explain CODE")
+
+
+def _codes(codes: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(codes))
+    return ", ".join(unique[:2]) + (f" and {len(unique) - 2} more" if len(unique) > 2 else "")
+
+
+def _explain(args: argparse.Namespace, host: Host, one: Check) -> int:
+    found, unchecked = _run(args, host, [one.code])
+    facts = {"code": one.code, "title": one.title, "explanation": one.explanation}
+    facts |= {name: text for name, text in (("cost", one.cost), ("source", one.source)) if text}
+    if args.json:
+        print_json({"schema": SCHEMA, **facts, "findings": found, "unchecked": unchecked})
+        return FINE
+    rows = [("looks at", one.explanation)]
+    rows += [(word, facts[name]) for word, name in (("costs", "cost"), ("source", "source")) if name in facts]
+    for document in found:
+        rows += [("here", document["evidence"]), ("mend", document["fix"])]
+    rows += [("here", f"could not be checked, because {document['because']}") for document in unchecked]
+    if not found and not unchecked:
+        rows.append(("here", "nothing is wrong"))
+    render.facts(f"{one.code} {one.title}", rows)
+    return FINE
+
+
+# the data set
+
+
+def _data(args: argparse.Namespace, host: Host) -> dict[str, object] | None:
+    """What there is to say of the data set, and how fast it reads. None where it cannot be located."""
+    machine = Machine(host, Gpus(host), data=args.data)
+    try:
+        place = dataset.locate(machine, args.data)
+    except HostError:
+        return None
+    files = dataset.look(machine, place.path)
+    told: dict[str, object] = {
+        "path": place.path,
+        "mount": place.mount.point,
+        "file_system": place.mount.kind,
+        "source": place.mount.source,
+        "kind": place.kind,
+        "devices": [dataset.describe(machine, name) for name in place.layers],
+        "via": list(place.via),
+        "rotational": place.rotational,
+        "read_ahead_kb": place.read_ahead_kb,
+        "free_bytes": place.space.free if place.space else None,
+        "files": len(files.sizes),
+        "bytes": sum(files.sizes),
+        "all_seen": files.whole,
+        "median_bytes": files.median,
+        "staging_target": dataset.staging_target(machine),
+    }
+    if host.real and files.paths:
+        told |= _rates(files.paths, quiet=args.json)
+        told["staging_seconds"] = _staging(told)
+    return told
+
+
+def _rates(paths: Sequence[str], *, quiet: bool) -> dict[str, object]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    screen = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
+    with Progress(TextColumn("reading"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), console=screen,
+                  transient=True) as bar:  # fmt: skip
+        task = bar.add_task("reading", total=1.0)
+        found = reading.measure(paths, lambda share: bar.update(task, completed=share))
+    if found is None:
+        return {"cold_bytes_per_s": None, "warm_bytes_per_s": None, "not_measured": "no file can be read"}
+    cold = found.cold
+    return {
+        "cold_bytes_per_s": round(cold.per_second) if cold else None,
+        "cold_files_per_s": round(cold.files / cold.seconds, 1) if cold else None,
+        "warm_bytes_per_s": round(found.warm.per_second),
+        "warm_files_per_s": round(found.warm.files / found.warm.seconds, 1),
+        "not_measured": found.because,
+    }
+
+
+def _staging(told: Mapping[str, object]) -> float | None:
+    """Seconds to read all of it once, cold, which a copy takes at least; None where size or rate is not known."""
+    rate, total = told.get("cold_bytes_per_s"), told["bytes"]
+    if not isinstance(rate, int) or not isinstance(total, int) or not rate or not told["all_seen"]:
+        return None
+    return round(total / rate, 1)
+
+
+def _data_facts(told: Mapping[str, object]) -> list[tuple[str, str]]:
+    def number(name: str) -> float:
+        value = told.get(name)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    devices = told["devices"] if isinstance(told["devices"], list) else []
+    via = told["via"] if isinstance(told["via"], list) else []
+    turns = {True: "a disk that turns", False: "flash", None: f"{told['kind']}, the medium is not known"}
+    rows = [
+        ("lies on", f"{told['mount']}: {told['file_system']} from {told['source']}"),
+        ("devices", " on ".join(map(str, [*via, *devices])) or "none that the kernel names"),
+    ]
+    if told["kind"] in ("disk", "unknown"):
+        rows.append(("medium", turns[told["rotational"] if isinstance(told["rotational"], bool) else None]))
+    if told["read_ahead_kb"] is not None:
+        rows.append(("read-ahead", f"{told['read_ahead_kb']} KiB"))
+    if told["free_bytes"] is not None:
+        rows.append(("free", size(number("free_bytes"))))
+    some = "" if told["all_seen"] else "at least "
+    rows.append(
+        (
+            "files",
+            f"{some}{told['files']} with {some}{size(number('bytes'))}, median {size(number('median_bytes'))}",
+        )
+    )
+    for name, word in (("cold", "from disk"), ("warm", "from cache")):
+        if told.get(f"{name}_bytes_per_s"):
+            rows.append(
+                (word, f"{size(number(f'{name}_bytes_per_s'))} and {number(f'{name}_files_per_s'):g} files a second")
+            )
+    if told.get("not_measured"):
+        rows.append(("from disk", f"not measured: {told['not_measured']}"))
+    if told.get("staging_seconds") is not None and told["staging_target"]:
+        target = told["staging_target"]
+        rows.append(("staging", f"a copy to {target} takes {number('staging_seconds'):g} s or more, at that rate"))
+    return rows

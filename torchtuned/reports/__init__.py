@@ -1,0 +1,1 @@
+"""What a job used, waited for and how it ended: watched, judged, kept."""

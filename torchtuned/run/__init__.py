@@ -1,0 +1,1 @@
+"""torchtuned-run: from the command's words to its place, its environment, and exec."""
