@@ -215,12 +215,17 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
             "class Stream(IterableDataset):\n    pass\nloader = DataLoader(Stream(), 4)"
         },
         {
+            "setup": "from torch.utils.data import IterableDataset\n"
+            "class Stream(IterableDataset[int]):\n    pass\nloader = DataLoader(Stream.from_files(names), 4)"
+        },
+        {
             "setup": "class Kept:\n    def __getitem__(self, i):\n        return self.x[i], self.y[i]\n"
             "loader = DataLoader(Kept(), 4)"
         },
         {"setup": "from mine import DataLoader\nloader = DataLoader(Pictures())"},
         {"setup": "options = dict(num_workers=4) if args.cuda else {}\nloader = DataLoader(Pictures(), **options)"},
         {"setup": "first = next(iter(DataLoader(Pictures())))"},
+        {"after": "def predict(x):\n    return [net(y) for y in DataLoader(Pictures(x))]"},
     ],
     "TL002": [
         {"setup": LOADER.format(", num_workers=4, pin_memory=True")},
@@ -233,12 +238,17 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
             "    for x in loader:\n        pass"
         },
         {"setup": "test_loader = DataLoader(Pictures(), num_workers=4)", "after": "evaluate(test_loader)"},
+        {
+            "after": "def run():\n    data = DataLoader(Pictures(), num_workers=4)\n    for epoch in range(3):\n"
+            "        fit(data)\n        data = DataLoader(Pictures(), num_workers=4)"
+        },
     ],
     "TL004": [
         {"setup": "net = nn.parallel.DistributedDataParallel(Net())"},
         {"setup": "plain = net.module if isinstance(net, nn.DataParallel) else net"},
         {"setup": "class DataParallel:\n    pass\nnet = DataParallel()"},
         {"after": "def predict(net):\n    return nn.DataParallel(net)"},
+        {"after": "def wrap(net, how):\n    if how == 'dp':\n        return nn.DataParallel(net)"},
     ],
     "TL005": [
         {"setup": "scaler = torch.amp.GradScaler('cuda')"},
@@ -333,6 +343,10 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"step": "noise = torch.zeros(4).to('cpu')"},
         {"step": "value = torch.from_numpy(a).to(device)"},
         {"setup": "fixed = torch.randn(4).to(device)"},
+        {
+            "setup": "class Net(nn.Module):\n    def __init__(self):\n        for i in range(3):\n"
+            "            self.width = build(i)(torch.randn(4).to(device)).shape"
+        },
     ],
     "TL019": [
         {"after": "model.eval()\nwith torch.no_grad():\n    for x in val_loader:\n        model(x)"},

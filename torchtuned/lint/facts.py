@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
-from .names import Module, Symbol
+from .names import Module, Symbol, bases
 
 LIGHTNING = ("lightning.pytorch.", "lightning.", "lightning_fabric.", "lightning.fabric.")
 ACCELERATE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
@@ -161,7 +161,7 @@ def _from_assign(facts: Facts, module: Module, node: ast.Assign) -> None:
 
 def is_lightning(module: Module, node: ast.ClassDef, depth: int = 4) -> bool:
     """Whether a class is a LightningModule or LightningDataModule, through the project's own base classes too."""
-    for base in node.bases:
+    for base in bases(node):
         target = module.resolve(base)
         if isinstance(target, str) and target.rsplit(".", 1)[-1] in ("LightningModule", "LightningDataModule"):
             return True

@@ -17,11 +17,11 @@ _TRAINERS = ("lightning.pytorch.Trainer", "lightning.Trainer")
 _FACTORIES = frozenset(
     f"torch.{name}" for name in "zeros ones full empty rand randn randint randperm arange linspace logspace eye".split()
 )
-_MEASURING = re.compile(r"profil|bench|debug|test_")
+_MEASURING = re.compile(r"profil|bench|debug")
 
 
 def check(program: Program, module: Module) -> Iterator[Finding | None]:
-    measuring = bool(_MEASURING.search(module.source.path.stem))
+    measuring = bool(_MEASURING.search(module.source.path.stem)) or module.source.for_tests
     step_nodes = {id(step.loop or step.owner) for step in program.steps if step.module is module}
     for node in module.source.nodes:
         if isinstance(node, ast.Call):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .facts import constant
-from .names import Bound, Module, Part, Symbol
+from .names import Bound, Module, Part, Symbol, bases
 from .program import Program, called, enclosing_function, innermost_loop
 from .rules import Finding, finding
 
@@ -20,6 +20,7 @@ _LOADERS = ("torch.utils.data.DataLoader", "torchdata.stateful_dataloader.Statef
 _POSITIONS = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
 _IN_MEMORY = ("torch.utils.data.TensorDataset",)
 _ONCE = re.compile(r"test|predict|infer", re.IGNORECASE)
+_ASIDE = re.compile(r"predict|infer|explain|importance|^test_", re.IGNORECASE)
 _WRAPPERS = ("torch.utils.data.Subset", "torch.utils.data.random_split", "torch.utils.data.ConcatDataset")
 
 
@@ -32,7 +33,7 @@ class Arguments:
 
 
 def check(program: Program, module: Module) -> Iterator[Finding | None]:
-    if not program.facts(module).trains:
+    if not program.facts(module).trains or module.source.for_tests:
         return
     for node in module.source.nodes:
         if isinstance(node, ast.Call) and module.dotted(node.func) in _LOADERS:
@@ -41,6 +42,8 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
 
 def _loader(program: Program, module: Module, node: ast.Call) -> Iterator[Finding | None]:
     facts = program.facts(module)
+    if _apart(module, node):
+        return
     arguments = _arguments(module, node)
     given = arguments.given
     kind = _dataset(module, given.get("dataset"))
@@ -49,7 +52,7 @@ def _loader(program: Program, module: Module, node: ast.Call) -> Iterator[Findin
     if (isinstance(value, ast.Constant) and value.value == 0 and value.value is not False) or (
         "num_workers" not in given and not arguments.open
     ):
-        if not kind and not _debug(module, node):
+        if not kind:
             said = "num_workers=0" if "num_workers" in given else "no num_workers"
             yield finding(module.source, node, "TL001", f"DataLoader with {said} loads in the training process")
         return
@@ -157,6 +160,10 @@ def _made(module: Module, node: ast.Call, depth: int) -> str:
     target = module.resolve(node.func)
     if isinstance(target, Symbol) and isinstance(target.node, ast.ClassDef):
         return _own_dataset(target, depth)
+    if isinstance(node.func, ast.Attribute):  # Pictures.from_folder(...)
+        maker = module.resolve(node.func.value)
+        if isinstance(maker, Symbol) and isinstance(maker.node, ast.ClassDef):
+            return _own_dataset(maker, depth)
     function = called(module, node)
     if function is None:
         return ""
@@ -181,12 +188,12 @@ def _own_dataset(target: Symbol, depth: int) -> str:
         return ""
     methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
     get = methods.get("__getitem__")
+    if "__iter__" in methods:
+        return "iterable"
     if get is not None:
         calls = [part for part in ast.walk(get) if isinstance(part, ast.Call)]
         return "" if any(not _cheap(call) for call in calls) else "memory"
-    if "__iter__" in methods:
-        return "iterable"
-    for base in node.bases:
+    for base in bases(node):
         if target.module.dotted(base) == "torch.utils.data.IterableDataset":
             return "iterable"
         inner = target.module.resolve(base)
@@ -213,13 +220,12 @@ def _cheap(call: ast.Call) -> bool:
     )
 
 
-def _debug(module: Module, node: ast.Call) -> bool:
-    """Loaders that only look at the data, or that a test builds."""
+def _apart(module: Module, node: ast.Call) -> bool:
+    """Loaders that only look at the data, or are made for one prediction."""
     parent = module.source.parents.get(node)
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in ("next", "iter"):
         return True
-    function = enclosing_function(module, node)
-    return getattr(function, "name", "").startswith("test_")
+    return bool(_ASIDE.search(getattr(enclosing_function(module, node), "name", "")))
 
 
 def _read_again(program: Program, module: Module, node: ast.Call) -> bool:
@@ -232,6 +238,8 @@ def _read_again(program: Program, module: Module, node: ast.Call) -> bool:
     if not isinstance(target, ast.Name):
         name = f"{getattr(target, 'attr', '')} {getattr(function, 'name', '')}"
         return not _ONCE.search(name)
+    if any(isinstance(what, ast.Call) and innermost_loop(module, what) for what in module.lookup(target.id, node)):
+        return False  # made anew on the way
     uses = [
         part
         for part in ast.walk(function)

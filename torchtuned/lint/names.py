@@ -267,6 +267,12 @@ class Project:
                     yield sub
 
 
+def bases(node: ast.ClassDef) -> Iterator[ast.expr]:
+    """The base classes as written, without their type parameters: Dataset for Dataset[int]."""
+    for base in node.bases:
+        yield base.value if isinstance(base, ast.Subscript) else base
+
+
 def package_root(folder: Path) -> Path:
     """The topmost folder of the package that `folder` belongs to; `folder` itself outside packages."""
     while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():

@@ -44,8 +44,12 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
 
 
 def _only_asked(module: Module, node: ast.AST) -> bool:
-    """Whether the model is spread over GPUs to predict, not to train: one process is then the natural thing."""
+    """Whether the model is spread over GPUs to predict, one process being natural then, or by the caller's own word."""
     path = module.source.path.resolve()
+    for up in module.source.ancestors(node):  # `if wrapper == "DataParallel"`: somebody chooses it by name
+        named = [constant(part) for part in ast.walk(up.test)] if isinstance(up, ast.If) else []
+        if any(isinstance(word, str) and word.lower() in ("dataparallel", "data_parallel", "dp") for word in named):
+            return True
     places = [path.stem, getattr(enclosing_function(module, node), "name", "")]
     return path.parent.name in ("inference", "evaluation", "demo") or any(_ASKING.search(place) for place in places)
 

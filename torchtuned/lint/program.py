@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .facts import Facts, collect, constant, is_backward, is_lightning, last_word, words
-from .names import Function, Module, Project, Symbol
+from .names import Function, Module, Project, Symbol, bases
 
 Loop = (ast.For, ast.AsyncFor, ast.While)
 # Conditions that hold in all steps of a run or in none: precision, device, rank, phase. Not so: every N steps, debug.
@@ -116,9 +116,11 @@ class Program:
 
     def repeated(self, module: Module, node: ast.AST) -> bool:
         """Whether a place runs many times: in a loop, in a module's forward, in a function called from such a place."""
+        function = enclosing_function(module, node)
+        if getattr(function, "name", "") == "__init__":
+            return False  # building a model takes as many turns as it has layers
         if innermost_loop(module, node) is not None:
             return True
-        function = enclosing_function(module, node)
         if function not in self._repeated:
             self._repeated[function] = False  # what recursion sees
             often = getattr(function, "name", "") in ("forward", "training_step")
@@ -162,7 +164,7 @@ def _method(holder: Symbol, name: str, depth: int = 4) -> Symbol | None:
     for item in holder.node.body:
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name == name:
             return Symbol(holder.module, item)
-    for base in holder.node.bases:
+    for base in bases(holder.node):
         target = holder.module.resolve(base)
         found = _method(target, name, depth - 1) if isinstance(target, Symbol) else None
         if found:

@@ -43,6 +43,12 @@ class Source:
     parents: dict[ast.AST, ast.AST] = field(repr=False)
     nodes: tuple[ast.AST, ...] = field(repr=False)  # all of the tree, in the order of ast.walk
 
+    @property
+    def for_tests(self) -> bool:
+        """Whether the file is a test by its name or its folder's: what it does once is nobody's training."""
+        stem, folder = self.path.stem, self.path.resolve().parent.name
+        return stem.startswith("test_") or stem.endswith(("_test", "_tests")) or folder in ("tests", "unittests")
+
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """The nodes around `node`, innermost first, ending with the module."""
         while (up := self.parents.get(node)) is not None:
