@@ -19,11 +19,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("placement.", "run.launchers", "effects", "cli.machine_map", "reports.usage", "reports.ending"),
     ),
     "doors": (
-        *("host", "gpus", "nvidia", "ledger", "processes", "deadline", "run.trust", "notify"),
+        *("host", "gpus", "nvidia", "pci", "ledger", "processes", "deadline", "files", "run.trust", "notify"),
         *("reports.proctree", "reports.inotify", "reports.journal", "reports.store"),
     ),
     "readers": (
-        *("discover", "cpulimits", "pci", "scopes", "configfiles", "tunables.", "checks."),
+        *("discover", "cpulimits", "scopes", "configfiles", "tunables.", "checks."),
         *("reports.accounting", "reports.postmortem"),
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "reports.jobrecord"),

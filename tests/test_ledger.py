@@ -34,19 +34,23 @@ def write(path: Path, *entries: Entry, boot_id: str = "") -> None:
         ledger.save({entry.knob: entry for entry in entries})
 
 
+def files(path: Path) -> list[str]:
+    return sorted(os.listdir(path.parent))
+
+
 def test_entries_come_back_in_their_order(path: Path) -> None:
     write(path, OTHER, ENTRY)
     again = Ledger(path)
     again.peek()
     assert list(again.entries.values()) == [OTHER, ENTRY]
     assert path.stat().st_mode & 0o777 == 0o600
-    assert os.listdir(path.parent) == ["ledger.json"]
+    assert files(path) == ["ledger.json", "ledger.lock"]
 
 
 def test_without_entries_there_is_no_file(path: Path) -> None:
     write(path, OTHER)
     write(path)
-    assert os.listdir(path.parent) == []
+    assert files(path) == ["ledger.lock"]
 
 
 def test_a_ledger_sees_what_another_process_wrote(path: Path) -> None:
@@ -76,6 +80,47 @@ def test_one_operation_at_a_time(path: Path) -> None:
     assert float(output.split()[1]) >= left
 
 
+def test_a_lock_that_is_never_let_go_is_an_error_that_says_where(path: Path) -> None:
+    with Ledger(path).locked():
+        started = time.monotonic()
+        expected = r"ledger.lock: another process has been changing knobs for 0.3 s.*lslocks \| grep ledger.lock"
+        with pytest.raises(Failed, match=expected), Ledger(path, patience_s=0.3).locked():
+            raise AssertionError
+        assert 0.2 < time.monotonic() - started < 5
+
+
+def test_nobody_but_root_can_keep_the_ledger_locked(path: Path) -> None:
+    """Who may open a file for reading may lock it: so there must be nothing to open."""
+    write(path, OTHER)
+    script = (
+        "import fcntl, os, sys, time\nos.setuid(65534)\nheld = []\n"
+        "for name in ('', 'ledger.json', 'ledger.lock', 'ledger.new'):\n"
+        "    try:\n        held.append(os.open(os.path.join(sys.argv[1], name), os.O_RDONLY))\n"
+        "        fcntl.flock(held[-1], fcntl.LOCK_EX)\n"
+        "    except OSError:\n        pass\n"
+        "print(len(held), flush=True)\ntime.sleep(60)"
+    )
+    for folder in (path.parent, *path.parents):
+        if folder.stat().st_mode & 0o005 != 0o005 and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    nobody = subprocess.Popen([sys.executable, "-c", script, path.parent], stdout=subprocess.PIPE, text=True)
+    try:
+        assert nobody.stdout is not None
+        assert nobody.stdout.readline() == "1\n"  # the folder
+        with Ledger(path, patience_s=2).locked():
+            pass
+    finally:
+        nobody.kill()
+        nobody.communicate()
+
+
+def test_a_full_run_keeps_nobody_from_undoing(path: Path) -> None:
+    write(path, OTHER)
+    ledger = Ledger(path)
+    with no_space(), ledger.locked():
+        assert [*ledger.entries] == [OTHER.knob]
+
+
 def test_entries_of_another_boot_are_gone(path: Path) -> None:
     write(path, OTHER, boot_id="one")
     for boot_id, left in (("one", 1), ("two", 0)):
@@ -96,7 +141,7 @@ def test_a_write_that_fails_changes_nothing(path: Path) -> None:
         ledger.save({OTHER.knob: OTHER, ENTRY.knob: ENTRY})
     assert path.read_text() == before
     assert [*ledger.entries] == [OTHER.knob]
-    assert os.listdir(path.parent) == ["ledger.json"]
+    assert files(path) == ["ledger.json", "ledger.lock"]
     with ledger.locked(), no_space():
         ledger.save({})  # to have nothing left needs no space
     assert not path.exists()
@@ -117,7 +162,7 @@ def test_what_a_killed_writer_left_is_no_hindrance(path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.with_suffix(".new").write_text("{")
     write(path, OTHER)
-    assert os.listdir(path.parent) == ["ledger.json"]
+    assert files(path) == ["ledger.json", "ledger.lock"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +191,7 @@ def test_a_damaged_ledger_is_an_error_not_an_empty_one(path: Path, text: str) ->
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ledger = Ledger(tmp_path / "file/ledger.json")
-    with pytest.raises(Failed, match="cannot use the folder of the ledger: File exists"), ledger.locked():
+    with pytest.raises(Failed, match="cannot use the lock of the ledger: File exists"), ledger.locked():
         raise AssertionError
 
 

@@ -11,27 +11,36 @@ import errno
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torchtuned.errors import Failed
+from torchtuned.files import replace_file
 from torchtuned.policy import Companion, Entry, State
 
 VERSION = 1
 DEFAULT_PATH = "/run/torchtuned/ledger.json"
+PATIENCE_S = 10.0
+ASK_AGAIN_S = 0.02
 
 
 class Ledger:
     """The file of entries, in the order in which the knobs were first changed.
 
-    Use it inside `locked()`, which keeps out every other process and re-reads what one may have changed.
+    Use it inside `locked()`, which keeps out every other process and re-reads what one may have changed, and waits for
+    it for at most `patience_s` seconds.
     """
 
-    def __init__(self, path: str | os.PathLike[str] = DEFAULT_PATH, *, boot_id: str = "") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str] = DEFAULT_PATH, *, boot_id: str = "", patience_s: float = PATIENCE_S
+    ) -> None:
         self.path = Path(path)
+        self.lock = self.path.with_suffix(".lock")
         self.boot_id = boot_id
+        self._patience_s = patience_s
         self._entries: dict[str, Entry] = {}
         self._seen: tuple[int, int, int] | None = None
         self._behind = False
@@ -44,19 +53,36 @@ class Ledger:
     def locked(self) -> Iterator[None]:
         """Hold the ledger for one operation. Failed when it cannot be had or cannot be read.
 
-        The lock is on the folder, so that a full /run does not keep anybody from undoing.
+        The lock is on a file that only root can open: who may open a file may lock it, for ever. It is empty and stays
+        once it is made, before the first change, so that a full /run does not keep anybody from undoing.
         """
         try:
             self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock = os.open(self.lock, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise self._failed("cannot use the folder of the ledger", error) from error
+            raise self._failed("cannot use the lock of the ledger", error, self.lock) from error
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            self._wait_for(lock)
             self._load()
             yield
         finally:
-            os.close(folder)
+            os.close(lock)
+
+    def _wait_for(self, lock: int) -> None:
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise Failed(
+                        f"another process has been changing knobs for {self._patience_s:g} s, and holds this file",
+                        where=str(self.lock),
+                        hint=f"lslocks | grep {self.lock.name} names it; try again when it has ended",
+                    ) from None
+            except OSError as error:
+                raise self._failed("cannot lock the ledger", error, self.lock) from error
+            time.sleep(ASK_AGAIN_S)
 
     def peek(self) -> None:
         """Read the entries without the lock, to look only. Who may not read the file sees none."""
@@ -88,20 +114,7 @@ class Ledger:
 
     def _write(self, entries: Mapping[str, Entry]) -> None:
         document = {"version": VERSION, "boot_id": self.boot_id, "entries": [asdict(e) for e in entries.values()]}
-        temporary = self.path.with_suffix(".new")  # a fixed name: a killed writer leaves one file, not many
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        replace_file(self.path, json.dumps(document, indent=1), mode=0o600, sync=True)
 
     def _load(self) -> None:
         stamp = self._stamp()
@@ -132,13 +145,13 @@ class Ledger:
             raise self._failed("cannot read the ledger", error) from error
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
-    def _failed(self, what: str, error: OSError) -> Failed:
+    def _failed(self, what: str, error: OSError, where: Path | None = None) -> Failed:
         hint = ""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space there: df -h " + str(self.path.parent)
         elif error.errno in (errno.EACCES, errno.EPERM):
             hint = "this needs root"
-        return Failed(f"{what}: {error.strerror or error}", where=str(self.path), hint=hint)
+        return Failed(f"{what}: {error.strerror or error}", where=str(where or self.path), hint=hint)
 
 
 def _decode(document: Any, boot_id: str) -> dict[str, Entry]:
