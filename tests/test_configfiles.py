@@ -46,6 +46,8 @@ def test_who_chooses_the_profile(tmp_path: Path) -> None:
         "training",
         "asked for",
     )
+    make_tree(tmp_path, {"var/lib/torchtuned/profile": "gone\n"})
+    assert read_config(host, "").profile == "training"  # the files' own
     make_tree(tmp_path, {"var/lib/torchtuned/profile": "\n"})
     assert read_config(host).profile == "training"
 

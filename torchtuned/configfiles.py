@@ -29,7 +29,8 @@ class Profile:
 
 
 def read_config(host: Host, profile: str | None = None, *, chosen: str = CHOSEN) -> Config:
-    """The configuration of a machine, by `profile`, else the one kept in the file `chosen`, else the files' own.
+    """The configuration of a machine, by `profile`; for None by the one kept in the file `chosen`, and for "" or where
+    none is kept by the files' own.
 
     InvalidConfig names every fault of every file, also files that others than root could write to.
     """
@@ -38,7 +39,7 @@ def read_config(host: Host, profile: str | None = None, *, chosen: str = CHOSEN)
         source = "asked for"
         if profile is None and host.exists(chosen):
             profile, source = host.read(chosen) or None, f"SetProfile, kept in {chosen}"
-        if profile is None:
+        if not profile:
             found = [policy_section(*file).get("profile") for file in files]
             profile, source = [(DEFAULT_PROFILE, "default"), *filter(None, found)][-1]
         return load([*_profile_files(host, profile, source), *files], profile=profile, profile_source=source)

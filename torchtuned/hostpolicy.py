@@ -7,9 +7,7 @@ while one is being made, the next waits; the last wish about jobs wins, so a sto
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from typing import Any
 from torchtuned.config import Config, builtin
 from torchtuned.engine import Engine
 from torchtuned.errors import Failed, TorchtunedError
+from torchtuned.files import replace_file
 from torchtuned.policy import DEGRADING, Row
 
 log = logging.getLogger(__name__)
@@ -29,8 +28,8 @@ MAX_NAMED = 5  # knobs that a reason for being degraded names
 class HostPolicy:
     """The policy in force. `changed` is called after each change of what the properties below say.
 
-    `read` reads the configuration for a profile (None: the one kept in the file `choice`, else the one that the files
-    name); `tuners` asks which other tuners run.
+    `read` reads the configuration for a profile (None: the one kept in the file `choice`, "": the one that the files
+    name, which also counts where none is kept); `tuners` asks which other tuners run.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class HostPolicy:
     async def set_profile(self, profile: str) -> list[Row]:
         """Choose a profile and apply it; "" leaves the choice to the files again. Kept over reboots. InvalidConfig."""
         async with self._lock:
-            await self._load(profile or None)
+            await self._load(profile)
             try:
                 await self._off_loop(self._keep_choice, profile)
             except OSError as e:
@@ -213,14 +212,7 @@ class HostPolicy:
             self._choice.unlink(missing_ok=True)
             return
         self._choice.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        temporary = self._choice.with_suffix(".new")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "w") as file:
-            file.write(f"{profile}\n")
-            file.flush()
-            os.fsync(file.fileno())  # it has to outlast a power cut
-        temporary.rename(self._choice)
+        replace_file(self._choice, f"{profile}\n", mode=0o644, sync=True)  # for all to read; it outlasts a power cut
 
     async def _off_loop(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **named))

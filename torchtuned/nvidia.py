@@ -8,10 +8,11 @@ import os
 from dataclasses import dataclass
 
 from torchtuned.errors import HostError, Refused
+from torchtuned.files import replace_file
 from torchtuned.host import Host
+from torchtuned.pci import DEVICES, driver
+from torchtuned.topology import NVIDIA, pci_key
 
-NVIDIA = "0x10de"
-PCI = "/sys/bus/pci/devices"
 GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers; not NVSwitch (0x0680), not the card's audio (0x0403)
 PERSISTENCED = "/run/nvidia-persistenced"
 UNLOCKED = "unlocked"
@@ -35,29 +36,18 @@ class Function:
 def functions(host: Host) -> tuple[Function, ...]:
     """NVIDIA's PCI functions, in PCI order."""
     found = []
-    for address in host.list(PCI):
-        path = f"{PCI}/{address}"
+    for address in host.list(DEVICES):
+        path = f"{DEVICES}/{address}"
         with contextlib.suppress(HostError):  # a device may go while we look
             if host.read(f"{path}/vendor") == NVIDIA:
                 kind, device = host.read(f"{path}/class")[:6], host.read(f"{path}/device")
                 found.append(Function(address=address, kind=kind, device=device, driver=driver(host, address)))
-    return tuple(sorted(found, key=lambda f: [int(part, 16) for part in f.address.replace(".", ":").split(":")]))
-
-
-def driver(host: Host, address: str) -> str:
-    """The kernel driver bound to a PCI function, or ""."""
-    try:
-        return os.path.basename(host.link(f"{PCI}/{address}/driver"))
-    except HostError:
-        return ""
+    return tuple(sorted(found, key=lambda f: pci_key(f.address)))
 
 
 def asleep(host: Host, address: str) -> bool:
     """Whether the kernel has put the device to sleep (runtime power management)."""
-    try:
-        return host.read(f"{PCI}/{address}/power/runtime_status") in ("suspended", "suspending")
-    except HostError:
-        return False
+    return host.text(f"{DEVICES}/{address}/power/runtime_status") in ("suspended", "suspending")
 
 
 def persistenced(host: Host) -> int:
@@ -93,17 +83,15 @@ class LockedClocks:
             noted[address] = (clocks, self._token(address))
         if noted == before:
             return
-        fresh = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(noted), encoding="utf-8")
-            os.rename(fresh, self._path)
+            replace_file(self._path, json.dumps(noted), mode=0o644, sync=False)  # a user's plan and status read it
         except OSError as error:
             raise Refused(f"cannot note the locked clocks: {error.strerror}", where=NOTE) from error
 
     def _token(self, address: str) -> str:
         token = []
-        for path in ("/sys/bus/pci/drivers/nvidia", f"{PCI}/{address}"):
+        for path in ("/sys/bus/pci/drivers/nvidia", f"{DEVICES}/{address}"):
             with contextlib.suppress(HostError):
                 token.append(str(self._host.stat(path).st_ino))
         return ".".join(token)

@@ -295,6 +295,7 @@ class Daemon:
                 env={**bus.environment, **extra},
                 pass_fds=list(keep.values()),
                 stderr=log,
+                umask=0o077,  # as the unit has it
             )
 
     def wait_for(self, text: str) -> str:

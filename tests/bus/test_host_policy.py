@@ -159,12 +159,26 @@ def test_a_profile_is_chosen_and_kept(bus: PrivateBus, daemon: Start, tree: Path
     bus.call(ROOT, MANAGER, "SetProfile", "s", "observe")
     assert governors(tree) == ["powersave", "schedutil"]
     assert (one.state_dir / "profile").read_text() == "observe\n"
+    assert (one.state_dir / "profile").stat().st_mode & 0o777 == 0o644  # whoever reads the configuration reads it
     one.stop()
     two = daemon("--sysroot", tree)
     assert "profile observe" in two.wait_for("STATUS=ready")
     bus.call(ROOT, MANAGER, "SetProfile", "s", "")
     assert bus.get(ROOT, MANAGER, "Profile") == "training"
     assert not (two.state_dir / "profile").exists()
+    assert governors(tree) == ["performance", "performance"]
+
+
+def test_a_chosen_profile_that_is_gone_can_be_put_away(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    one = daemon("--sysroot", tree)
+    one.wait_for("STATUS=ready")
+    bus.call(ROOT, MANAGER, "SetProfile", "s", "observe")
+    (tree / "usr/share/torchtuned/profiles/observe.conf").unlink()
+    with pytest.raises(CallFailed, match="unknown profile 'observe'"):
+        bus.call(ROOT, MANAGER, "Reload")
+    bus.call(ROOT, MANAGER, "SetProfile", "s", "")
+    assert bus.get(ROOT, MANAGER, "Profile") == "training"
+    assert not (one.state_dir / "profile").exists()
     assert governors(tree) == ["performance", "performance"]
 
 
