@@ -36,6 +36,22 @@ def test_the_last_ones_are_kept_and_those_that_run(tmp_path: Path) -> None:
     assert store.names() == [names[0], *names[-3:]]
 
 
+def test_a_flood_of_one_user_s_jobs_costs_nobody_else_a_report(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=6)
+    theirs = [Name(number, number, 1000) for number in (1, 2)]
+    flood = [Name(number, number, 1001) for number in range(10, 40)]
+    root = Name(50, 50, 0)
+    for name in (*theirs, *flood, root):
+        store.write(name, {})
+    store.prune(running=set())
+    assert store.names() == [*theirs, *flood[-3:], root]
+    more = [Name(number, number, 1000) for number in range(60, 70)]
+    for name in more:
+        store.write(name, {})
+    store.prune(running={flood[-1]})
+    assert store.names() == [*flood[-3:], root, *more[-3:]]
+
+
 def test_of_jobs_with_one_number_the_newest_counts(tmp_path: Path) -> None:
     old, new, other = Name(1_000_000, 7, 0), Name(2_000_000, 7, 0), Name(3_000_000, 8, 0)
     names = [old, new, other]

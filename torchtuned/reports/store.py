@@ -12,9 +12,12 @@ import json
 import logging
 import os
 import re
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torchtuned.files import replace_file
 
 FOLDER = "reports"
 KEEP = 200
@@ -67,28 +70,24 @@ class Store:
     def write(self, name: Name, document: dict[str, Any]) -> None:
         """Put one in place whole, or leave what was there."""
         path = self.folder / name.file
-        temporary = path.with_suffix(".new")
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-                json.dump(document, file, separators=(",", ":"))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(path)
+            replace_file(path, json.dumps(document, separators=(",", ":")), mode=0o600, sync=True)
         except OSError as e:
             log.warning("%s: the report cannot be written: %s", path, e.strerror)
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def prune(self, running: set[Name]) -> None:
-        """Let the oldest go; those of jobs that run stay."""
-        ended = [name for name in self.names() if name not in running]
-        for name in ended[: max(0, len(ended) - self._keep)]:
+        """Keep to the number: who has most loses the oldest, so that nobody's many short jobs cost another a report.
+        Those of jobs that run stay.
+        """
+        of: dict[int, deque[Name]] = {}
+        for name in self.names():
+            if name not in running:
+                of.setdefault(name.uid, deque()).append(name)
+        for _ in range(sum(map(len, of.values())) - self._keep):
+            oldest = max(of.values(), key=lambda names: (len(names), -names[0].started)).popleft()
             with contextlib.suppress(OSError):
-                (self.folder / name.file).unlink()
+                (self.folder / oldest.file).unlink()
 
 
 def find(names: list[Name], asked: str) -> Name | None:
