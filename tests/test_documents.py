@@ -66,7 +66,7 @@ WORDS = st.text(max_size=20)
         memory=st.sampled_from(MEMORY),
         confine=st.sampled_from([None, *CONFINE]),
         wait=st.none() | st.integers(0, 1000) | st.floats(0, 1000),
-        command=st.lists(WORDS, max_size=5).map(tuple),
+        command=st.lists(st.text(st.characters(exclude_categories=["Cc", "Cs"])), max_size=5).map(tuple),
     )
 )
 def test_a_request_survives_its_document(request: Request) -> None:
@@ -75,6 +75,13 @@ def test_a_request_survives_its_document(request: Request) -> None:
 
 def test_an_empty_request_is_the_default() -> None:
     assert request_from_json({}) == Request()
+
+
+@pytest.mark.parametrize("sign", ["\0", "\n", "\x1b", "\x7f", "\x9f", "\ud800"])
+def test_a_command_that_cannot_be_shown_is_refused(sign: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"request\.command"):
+        request_from_json({"command": ["python", f"a{sign}"]})
+    assert request_from_json({"command": ["größe", "\xa0", "\U0001f680"]})
 
 
 def test_a_long_command_is_cut_for_display() -> None:

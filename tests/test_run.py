@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from torchtuned.cpuset import format_list, parse_list
+from torchtuned.placement import request_from_json
 
 TOP = Path(__file__).resolve().parent.parent
 ENTRY = f"import sys; sys.path.insert(0, {str(TOP)!r}); from torchtuned.run.main import main; sys.exit(main())"
@@ -458,6 +459,15 @@ def test_what_commit_says_in_the_end_counts(fake: Fake) -> None:
     done = run("grep", "Cpus_allowed_list", "/proc/self/status")
     assert done.stdout.split()[1] == ONE
     assert done.stderr == "torchtuned-run: no scope here\n"
+
+
+def test_a_command_of_several_lines_is_shown_in_one(fake: Fake) -> None:
+    fake.play(register=NARROW)
+    done = run("sh", "-c", "echo one\necho \x1b[1mtwo")
+    assert (done.stdout, done.returncode) == ("one\n\x1b[1mtwo\n", 0)
+    request = fake.calls[0]["request"]
+    assert request["command"] == ["sh", "-c", "echo one?echo ?[1mtwo"]
+    assert request_from_json(request).command == tuple(request["command"])
 
 
 def test_ranks_are_told_from_the_command(fake: Fake) -> None:

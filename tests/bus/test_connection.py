@@ -13,7 +13,7 @@ from dbus_next import Message, MessageFlag, Variant
 from dbus_next.signature import SignatureTree
 from harness import PrivateBus, Service, run
 
-from torchtuned.bus import MAX_CALLS, Bus, Call, CallFailed, Rejected
+from torchtuned.bus import MAX_CALLS, Bus, Call, CallFailed, Rejected, _plain
 from torchtuned.bus.wire import MAX_ARRAY, MAX_SIGNATURES
 from torchtuned.errors import Busy, Failed
 
@@ -102,9 +102,17 @@ def test_strings_that_would_cost_the_connection_are_mended(bus: PrivateBus) -> N
         assert await ask(client) == ["a\ufffd", ["?"], {"k\ufffd": "v\ufffd"}]
         server.emit("/x", f"{NAME}.I", "S", "s", ["\0"])
         assert await ask(client)
+        assert await ask(client, "X", "sa(sv)", "\0", [["\ud800", Variant("as", ["\0"])]])
+        assert asked[-1] == ["\ufffd", [["?", ["\ufffd"]]]]
 
     values = ["a\0", ["\ud800"], {"k\0": Variant("s", "v\0")}]
-    scene(bus, lambda call: ("sasa{sv}", values), story)
+    asked: list[Any] = []
+
+    def handler(call: Call) -> Any:
+        asked.append(_plain(call.body))
+        return "sasa{sv}", values
+
+    scene(bus, handler, story)
 
 
 def test_a_long_array_is_refused_without_being_unpacked(bus: PrivateBus) -> None:

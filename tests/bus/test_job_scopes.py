@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import JOB, MANAGER, ROOT, USER, Daemon, PrivateBus, Service, small_machine
+from harness import JOB, MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus, Service, small_machine
 
 from torchtuned import cpuset
 
@@ -97,6 +97,20 @@ def test_a_job_runs_by_affinity_when_pid1_does_not_make_its_scope(
         assert grant["warnings"][0].startswith("no scope of its own: ")
     with bus.user(USER) as other:
         other.register()  # the daemon answers others meanwhile and afterwards
+
+
+@pytest.mark.parametrize("sign", ["\0", "\ud800", "\n", "\x1b[31m"])
+def test_a_command_that_the_bus_would_not_carry_is_refused(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path, sign: str
+) -> None:
+    """It would be the description of the scope, and dbus-daemon hangs up on whoever sends it a NUL."""
+    services("systemd1")
+    one = daemon("--sysroot", tree)
+    with bus.user(USER) as job, bus.user(OTHER) as other:
+        with pytest.raises(RuntimeError, match=r"InvalidRequest: request\.command"):
+            job.register({"command": [f"py{sign}thon"]})
+        assert other.start({"cpus": "1"})[1]["state"] == "running"
+        assert one.process.poll() is None
 
 
 def test_a_scope_that_hangs_holds_up_nobody_else(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:

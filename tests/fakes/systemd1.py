@@ -189,6 +189,9 @@ class Pid1:
         for name, value in properties:
             if SCOPE_PROPERTIES.get(name) != value.signature:
                 raise Refused("org.freedesktop.DBus.Error.InvalidArgs", f"{name} of type {value.signature}")
+            text = value.value if value.signature == "s" else ""
+            if any(sign < " " or "\x7f" <= sign <= "\x9f" for sign in text):
+                raise Refused("org.freedesktop.DBus.Error.InvalidArgs", f"{name} has control characters")
             found[name] = value.value
         if found.get("CollectMode", "inactive") not in ("inactive", "inactive-or-failed"):
             raise Refused("org.freedesktop.DBus.Error.InvalidArgs", "CollectMode")

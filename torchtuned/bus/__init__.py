@@ -143,7 +143,8 @@ class Bus:
     ) -> list[Any]:
         """Call a method and return its values, variants unpacked, descriptors (type h) as numbers the caller owns.
 
-        `start` lets the bus start the service; `interactive` lets it ask its user. `fds` stay the caller's.
+        `start` lets the bus start the service; `interactive` lets it ask its user. `fds` stay the caller's. Texts that
+        the bus would not carry are mended: what they hold may come from anybody.
         Raises CallFailed, for silence too.
         """
         where = f"{destination} {interface}.{member}"
@@ -154,7 +155,7 @@ class Bus:
             flags |= MessageFlag.ALLOW_INTERACTIVE_AUTHORIZATION
         message = Message(
             destination=destination, path=path, interface=interface, member=member, signature=signature,
-            body=list(body), unix_fds=list(fds), flags=flags, serial=self._bus.next_serial(),
+            body=_clean(body), unix_fds=list(fds), flags=flags, serial=self._bus.next_serial(),
         )  # fmt: skip
         reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._pending[message.serial] = reply

@@ -152,6 +152,8 @@ def request_from_json(document: object) -> Request:
     command = _words(fields.get("command", []), "request.command")
     if len(command) > MAX_WORDS or any(len(word) > MAX_LENGTH for word in command):
         raise InvalidRequest("too long", where="request.command", hint=f"{MAX_WORDS} words of {MAX_LENGTH} characters")
+    if any(map(_is_control, "".join(command))):  # it is shown: on terminals, in logs, as a scope's description
+        raise InvalidRequest("has control characters", where="request.command", hint="replace them, it is only shown")
     wait = fields.get("wait")
     if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9):
         raise _bad("request.wait", wait, "seconds, 0 for ever, or null")
@@ -171,6 +173,11 @@ def request_from_json(document: object) -> Request:
         command=command,
         wait=wait,
     )
+
+
+def _is_control(sign: str) -> bool:
+    """C0 and C1 controls, and halves of surrogate pairs, which no text outside of JSON can hold."""
+    return sign < " " or "\x7f" <= sign <= "\x9f" or "\ud800" <= sign <= "\udfff"
 
 
 def _gpus(value: object) -> tuple[str, ...] | int | None:

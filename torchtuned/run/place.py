@@ -61,7 +61,7 @@ def wishes(options: Options, environ: dict[str, str], launcher: Launcher | None)
     words: list[str] = []
     room = SHOWN
     for word in options.command[:64]:
-        words.append(word.encode("utf-8", "replace").decode()[: min(256, room)])
+        words.append("".join(sign if sign.isprintable() else "?" for sign in word[: min(256, room)]))
         room -= len(words[-1])
         if room <= 0:
             break
