@@ -135,10 +135,16 @@ class Objects:
         return self._objects.keys()
 
     def remove(self, path: str) -> None:
+        """Show it no more, nor the empty nodes above it that had it for their last."""
+        gone = path
         entry = self._objects.pop(path)
         self._dirty.pop(path, None)
-        self._children[path.rpartition("/")[0]].pop(path.rpartition("/")[2])
-        self._bus.emit(self._root, OBJECT_MANAGER, "InterfacesRemoved", "oas", [path, [entry.interface.name]])
+        while path != "/" and path not in self._objects and not self._children.get(path):
+            self._children.pop(path, None)
+            parent, _, name = path.rpartition("/")
+            path = parent or "/"
+            self._children[path].pop(name)
+        self._bus.emit(self._root, OBJECT_MANAGER, "InterfacesRemoved", "oas", [gone, [entry.interface.name]])
 
     def update(self, path: str, **values: Any) -> None:
         """Set property values; PropertiesChanged follows within COALESCE_S, with those that changed."""

@@ -82,6 +82,12 @@ def test_busctl_understands_all_of_it(bus: PrivateBus, daemon: Start, tree: Path
         assert busctl(bus, "get-property", "org.torchtuned1", ROOT, MANAGER, "State") == 's "ready"\n'
         assert busctl(bus, "get-property", "org.torchtuned1", path, JOB, "Gpus") == 'as 1 "0000:01:00.0"\n'
         assert busctl(bus, "call", "org.torchtuned1", ROOT, MANAGER, "Plan").startswith("a(ssssss) ")
+        job.release(path)
+        tree_text = busctl(bus, "tree", "--list", "org.torchtuned1").split()  # fails if a node is there in name only
+        assert f"{ROOT}/jobs" not in tree_text
+        assert f"{ROOT}/gpus/0000_81_00_0" in tree_text
+        path, _ = job.start()
+        assert path in busctl(bus, "tree", "--list", "org.torchtuned1").split()
 
 
 def test_objects_hold_every_property_with_the_job_on_its_gpu(bus: PrivateBus, daemon: Start, tree: Path) -> None:
