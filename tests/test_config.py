@@ -78,7 +78,7 @@ def test_the_settings_that_steer_torchtuned_itself() -> None:
     assert (merged.jobs.confine, merged.jobs.slots, merged.jobs.reserved) == ("affinity", 4, frozenset({0, 1}))
     assert merged.jobs.limits == {"nofile": "hard", "memlock": "keep", "core": "0"}
     assert (merged.env.omp_max_gpu, merged.env.profiles) == (4, ("cpu", "memory"))
-    assert merged.gpu.watch == (("1e52", "1200"),)
+    assert merged.gpu.watch == (("0x1e52", "0x1200"),)
     assert (merged.session.inhibit, merged.session.power_profile) == ((), "keep")
     rules = merged.rules()
     assert (rules.reserved, rules.slots, rules.when_full, rules.omp_max_gpu) == (frozenset({0, 1}), 4, "wait", 4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.tree import CPU, NODE, PCI, machine, machine_a, machine_of, make_tree, mask, on_nodes, pairs, pci_device
 
-from torchtuned import discover
+from torchtuned import config, discover
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.host import Host
 from torchtuned.topology import GpuFacts, Topology
@@ -342,7 +342,9 @@ def test_what_is_a_gpu(tmp_path: Path, vendor: str, kind: str, counts: bool) -> 
 
 def test_more_kinds_can_be_watched(tmp_path: Path) -> None:
     host = Host(make_tree(tmp_path, with_gpu({"vendor": "0x8086", "class": "0x0b4000", "numa_node": "1"})))
-    (device,) = discover.topology(host, watch=[("0x8086", "0x0b40")]).gpus
+    assert discover.topology(host, watch=config.load([("x.conf", "[gpu]\n")]).gpu.watch).gpus == ()
+    wanted = config.load([("x.conf", "[gpu]\nwatch = 1234:0380 8086:0B40\n")])
+    (device,) = discover.topology(host, watch=wanted.gpu.watch).gpus
     assert device.address == "0000:05:00.0"
 
 

@@ -125,7 +125,7 @@ def plug(address, ids, kind):
 
 async def main():
     batches = []
-    monitor = Hotplug(Host(sys.argv[1]), batches.append, watch=[("1234", "0380")])
+    monitor = Hotplug(Host(sys.argv[1]), batches.append, watch=[("0x1234", "0x0380")])
     nvidia = plug("0000:01:00.0", "10DE:20B2", "30200")
     audio = plug("0000:01:00.1", "10DE:22BA", "40300")
     switch = plug("0000:c3:00.0", "10DE:1AF1", "68000")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchtuned.config import builtin
 from torchtuned.errors import Failed, InvalidRequest
 from torchtuned.jobs import MAX_REQUEST, Job, Jobs, State, document, parse_request
-from torchtuned.placement import Grant, Rank, Request
+from torchtuned.placement import Grant, Rank, Request, place
 from torchtuned.placement.documents import request_to_json
 from torchtuned.processes import Process
 from torchtuned.run.trust import trusted
@@ -189,6 +189,22 @@ def test_gpus_are_named_by_index_in_pci_order_and_by_uuid() -> None:
     assert (made["gpu_indexes"], made["gpu_uuids"]) == (None, None)
     other = (*GPUS, Gpu(address="0000:00:02.0", vendor="0x1002", device="0x1", uuid=""))
     assert document(one, replace(MACHINE, gpus=other), builtin())["gpu_indexes"] == [2, 0]  # CUDA counts NVIDIA's
+
+
+@pytest.mark.parametrize("driver", ["vfio-pci", "pci-stub", "xen-pciback", "pciback"])
+def test_a_gpu_lent_to_a_virtual_machine_has_no_index(driver: str) -> None:
+    """CUDA does not count it, so the first GPU that is left is 0: what is chosen, what is named, what is read back."""
+    machine = replace(MACHINE, gpus=(replace(GPUS[0], driver=driver), *GPUS[1:]))
+    grant = place(machine, [], Request(gpus=1))
+    made = document(job(grant=grant), machine, builtin())
+    assert (made["gpus"], made["gpu_indexes"], made["gpu_uuids"]) == (["0000:02:00.0"], [0], ["GPU-2"])
+    again = place(machine, [], Request(cuda_visible_devices="0"))
+    assert again.gpus == grant.gpus
+    assert document(job(grant=again), machine, builtin())["gpu_indexes"] == [0]
+    unlike = replace(machine, gpus=(replace(machine.gpus[0], device="0x1eb8"), *GPUS[1:]))
+    assert document(job(grant=grant), unlike, builtin())["gpus_alike"]
+    lent = job(grant=Grant(cpus=frozenset({0}), gpus=("0000:01:00.0",)))
+    assert document(lent, machine, builtin())["gpu_indexes"] is None
 
 
 JSON = st.recursive(

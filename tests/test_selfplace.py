@@ -156,6 +156,15 @@ def test_a_container_counts_only_the_gpus_it_can_open(runtime: Path, gpu_host: H
     assert (grant["gpus"], grant["gpu_indexes"]) == (["0000:40:00.0"], [0])
 
 
+def test_a_gpu_lent_to_a_virtual_machine_is_not_counted(runtime: Path, gpu_host: Host) -> None:
+    driver = gpu_host.root / "sys/bus/pci/devices/0000:10:00.0/driver"
+    driver.symlink_to("../../../../bus/pci/drivers/vfio-pci")
+    grant = selfplace.place_self(wishes(gpus=2), pid=101, host=gpu_host)
+    assert (grant["gpus"], grant["gpu_indexes"]) == (["0000:30:00.0", "0000:40:00.0"], [1, 2])
+    every = selfplace.place_self(wishes(), pid=102, per_gpu=True, host=gpu_host, dry=True)
+    assert (every["gpus_here"], len(every["ranks"])) == (3, 3)
+
+
 def test_one_rank_per_gpu(runtime: Path, gpu_host: Host) -> None:
     grant = selfplace.place_self(wishes(), pid=101, per_gpu=True, host=gpu_host)
     assert [rank["cpus"] for rank in grant["ranks"]] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]

@@ -42,7 +42,7 @@ def restart(fake: FakeGpus, tmp_path: Path) -> Callable[[], Engine]:
 
     def make() -> Engine:
         host = Host(fake.root)
-        family = GpuFamily(Gpus(host, python=nvml.interpreter()), watch=[("1234", "0380")])
+        family = GpuFamily(Gpus(host, python=nvml.interpreter()))
         return Engine(host, Ledger(tmp_path / "ledger.json"), families=[family], deadline_s=20.0)
 
     return make
@@ -223,11 +223,15 @@ def test_other_devices(fake: FakeGpus, restart: Callable[[], Engine]) -> None:
     ):
         files = {"vendor": vendor, "class": kind, "power/control": "auto\n"}
         fake.tree({f"{devices}/{address}/{name}": text for name, text in files.items()})
-    done = apply(restart(), "power_control = on\npersistence_mode = on")
+    engine = restart()
+    done = apply(engine, "power_control = on\npersistence_mode = on\nwatch = 1234:0380")
     assert done["gpu/0000:03:00.0/power_control"].outcome is Outcome.APPLIED
     assert done["gpu/0000:04:00.0/power_control"].outcome is Outcome.APPLIED
     assert not any("53:00.0" in knob for knob in done)
     assert {knob for knob in done if "persistence" in knob} == {f"gpu/{gpu}/persistence_mode" for gpu in (A, B)}
+    apply(engine, "power_control = on\npersistence_mode = on")  # watched no longer: given back
+    assert (fake.root / f"{devices}/0000:04:00.0/power/control").read_text().strip() == "auto"
+    assert (fake.root / f"{devices}/0000:03:00.0/power/control").read_text().strip() == "on"
 
 
 def test_no_gpu(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class EnvConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig:
-    """`watch`: further PCI devices that count as accelerators, (vendor, class) in four hexadecimal digits each."""
+    """`watch`: further PCI devices that count as GPUs, (vendor, class) as sysfs has them: ("0x1234", "0x0380")."""
 
     watch: tuple[tuple[str, str], ...] = ()
 
@@ -140,7 +140,9 @@ def load(files: Sequence[tuple[str, str]], *, profile: str = "", profile_source:
             omp_max_gpu=int(_value(chosen, "env", "omp_max_gpu")),
             profiles=tuple(_value(chosen, "env", "profiles").split()),
         ),
-        gpu=GpuConfig(watch=tuple((pair[:4], pair[5:]) for pair in _value(chosen, "gpu", "watch").split())),
+        gpu=GpuConfig(
+            watch=tuple((f"0x{pair[:4]}", f"0x{pair[5:]}") for pair in _value(chosen, "gpu", "watch").split())
+        ),
         session=SessionConfig(
             inhibit=tuple(_value(chosen, "session", "inhibit").split()),
             power_profile=_value(chosen, "session", "power_profile"),

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtuned.topology import Gpu
+from torchtuned.topology import NVIDIA, Gpu, pci_key
 
-NVIDIA = "0x10de"
 PCI_ORDER = "PCI_BUS_ID"
+# A GPU held by one of these is somebody else's, a virtual machine's
+AWAY = frozenset({"vfio-pci", "pci-stub", "xen-pciback", "pciback"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,8 @@ class Meaning:
 
 
 def meaning(visible: str | None, order: str | None, gpus: Sequence[Gpu]) -> Meaning:
-    """Read the two variables (None: not set) for a machine with these GPUs.
-
-    Where there are NVIDIA GPUs the variables speak of those; without any, of all (ROCm's torch reads them too).
-    """
-    nvidia = [gpu for gpu in gpus if gpu.vendor == NVIDIA]
-    here = sorted(nvidia or gpus, key=pci_key)
+    """Read the two variables (None: not set) for a machine with these GPUs."""
+    here = counted(gpus)
     if visible is not None and visible.startswith("GPU-"):
         return _by_uuid(_prefixed(visible, "GPU-"), here)
     if visible is not None and visible.startswith("MIG-"):
@@ -65,14 +62,34 @@ def meaning(visible: str | None, order: str | None, gpus: Sequence[Gpu]) -> Mean
     return Meaning(gpus=tuple(here[index].address for index in indexes), note=note)
 
 
+def counted(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs that an index counts, in PCI order: NVIDIA's, or where there are none, all (ROCm's torch reads the
+    variables too). One that is lent to a virtual machine is none of them.
+    """
+    here = [gpu for gpu in gpus if gpu.driver not in AWAY]
+    return sorted([gpu for gpu in here if gpu.vendor == NVIDIA] or here, key=lambda gpu: pci_key(gpu.address))
+
+
+def names(gpus: Sequence[Gpu], granted: Sequence[str]) -> dict[str, object]:
+    """How CUDA calls the GPUs of a job, for the grant document: by index, but not where MIG divides one or one is not
+    counted; by UUID where NVML told. `gpus` are the machine's, `granted` addresses.
+    """
+    here = counted(gpus)
+    places = {gpu.address: index for index, gpu in enumerate(here)}
+    mine = [gpu for address in granted for gpu in gpus if gpu.address == address]
+    there = len(mine) == len(granted)
+    by_index = there and all(gpu.address in places and not gpu.mig for gpu in mine)
+    by_uuid = there and all(gpu.uuid or gpu.mig for gpu in mine)
+    return {
+        "gpus_alike": alike(here),
+        "gpu_indexes": [places[gpu.address] for gpu in mine] if by_index else None,
+        "gpu_uuids": [uuid for gpu in mine for uuid in gpu.mig or (gpu.uuid,)] if by_uuid else None,
+    }
+
+
 def alike(gpus: Sequence[Gpu]) -> bool:
     """True when no GPU can be faster than another as far as is known: then CUDA's order is PCI order."""
     return len({(gpu.vendor, gpu.device, gpu.name) for gpu in gpus}) <= 1
-
-
-def pci_key(gpu: Gpu) -> tuple[int, ...]:
-    """Sort key for PCI order: domains may have more than four digits, so text order would be wrong."""
-    return tuple(int(part, 16) for part in gpu.address.replace(".", ":").split(":"))
 
 
 def _strtoul(text: str) -> int:

@@ -77,7 +77,7 @@ def _online(host: Host) -> list[int]:
         number
         for number in numbers
         if number not in offline
-        and _text(host, f"{CPUS}/cpu{number}/online") != "0"
+        and host.text(f"{CPUS}/cpu{number}/online") != "0"
         and (not told or host.exists(f"{CPUS}/cpu{number}/topology"))
     )
 
@@ -117,8 +117,8 @@ def _packages(host: Host, online: list[int]) -> tuple[CpuSet, ...]:
             return found
         if not by_id:
             for other in online:
-                by_id.setdefault(_text(host, f"{CPUS}/cpu{other}/topology/physical_package_id"), set()).add(other)
-        return frozenset(by_id[_text(host, f"{folder}physical_package_id")])
+                by_id.setdefault(host.text(f"{CPUS}/cpu{other}/topology/physical_package_id"), set()).add(other)
+        return frozenset(by_id[host.text(f"{folder}physical_package_id")])
 
     return tuple(_group(online, members))
 
@@ -132,9 +132,9 @@ def _caches(host: Host, online: list[int]) -> tuple[tuple[CpuSet, ...], tuple[Cp
         folder = f"{CPUS}/cpu{cpu}/cache"
         highest, last = 0, frozenset({cpu})
         for name in host.list(folder):
-            if not name.startswith("index") or _text(host, f"{folder}/{name}/type") == "Instruction":
+            if not name.startswith("index") or host.text(f"{folder}/{name}/type") == "Instruction":
                 continue
-            level = _number(_text(host, f"{folder}/{name}/level"))
+            level = _number(host.text(f"{folder}/{name}/level"))
             if level < 3 and level <= highest:
                 continue
             shared = _either(host, f"{folder}/{name}/", "shared_cpu_map", lists="shared_cpu_list") & everything
@@ -158,7 +158,7 @@ def _nodes(host: Host, online: CpuSet) -> tuple[Node, ...]:
             cpus = _either(host, folder, "cpumap", lists="cpulist")
         else:
             cpus = frozenset(int(name[3:]) for name in host.list(folder) if re.fullmatch(r"cpu\d+", name))
-        row = _text(host, f"{folder}distance").split()
+        row = host.text(f"{folder}distance").split()
         told = len(row) == len(columns) and all(word.isdecimal() for word in row)
         distances = dict(zip(columns, map(int, row), strict=True)) if told else {}
         nodes.append(Node(id=node, cpus=cpus & online, distances=distances))
@@ -185,7 +185,7 @@ def _kinds(host: Host, cpus: list[int]) -> list[int]:
 
 def _bands(host: Host, cpus: list[int], sides: list[int], file: str) -> list[int]:
     """Band 0 for the highest values of each side, 1 after the first gap of 15 %, and so on; 0 where not told."""
-    values = [_number(_text(host, f"{CPUS}/cpu{cpu}/{file}")) for cpu in cpus]
+    values = [_number(host.text(f"{CPUS}/cpu{cpu}/{file}")) for cpu in cpus]
     bands: dict[tuple[int, int], int] = {}
     for side in set(sides):
         band, above = 0, 0
@@ -213,13 +213,6 @@ def _list(host: Host, path: str) -> CpuSet:
         return host.cpus(path)
     except HostError:
         return frozenset()
-
-
-def _text(host: Host, path: str) -> str:
-    try:
-        return host.read(path)
-    except HostError:
-        return ""
 
 
 def _number(text: str) -> int:

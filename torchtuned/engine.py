@@ -185,7 +185,7 @@ class Engine:
 
     def _survey(self, config: Config, *, jobs_active: bool, tuners: Iterable[str], reassert: bool = False) -> Survey:
         gpus = self.families.get("gpu")
-        if isinstance(gpus, GpuFamily) and config.gpu.watch:
+        if isinstance(gpus, GpuFamily):
             gpus.watch = config.gpu.watch
         return Survey(
             host=self.host,

@@ -35,7 +35,8 @@ from typing import Any
 from torchtuned.cpuset import parse_mask
 from torchtuned.errors import HostError, Missing, Refused, Unreadable
 from torchtuned.host import Host
-from torchtuned.nvidia import UNLOCKED, LockedClocks, asleep, driver, functions
+from torchtuned.nvidia import UNLOCKED, LockedClocks, asleep, functions
+from torchtuned.pci import driver
 from torchtuned.topology import GpuFacts
 
 CHILD = Path(__file__).with_name("nvml.py").read_text(encoding="utf-8")

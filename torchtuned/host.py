@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtuned.cpuset import CpuSet, parse_list
-from torchtuned.errors import Missing, Refused, Unreadable
+from torchtuned.errors import HostError, Missing, Refused, Unreadable
 
 # ESRCH and ENODEV: the process or device went away between open and read, which is the same as not being there
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESRCH, errno.ENODEV, errno.ENXIO, errno.ELOOP})
@@ -47,6 +47,13 @@ class Host:
     def read(self, path: str) -> str:
         """The file's text without trailing white space and NUL bytes. Missing, Unreadable."""
         return self.read_bytes(path).decode("utf-8", "replace").rstrip(" \t\r\n\0")
+
+    def text(self, path: str, default: str = "") -> str:
+        """As read(), but `default` where there is no such file, or none that can be read."""
+        try:
+            return self.read(path)
+        except HostError:
+            return default
 
     def read_bytes(self, path: str) -> bytes:
         """The file as it is, for the few that hold a binary number. Missing, Unreadable."""

@@ -5,7 +5,7 @@ came for QUIET_S, at the longest for LIMIT_S, and end as one call with one Chang
 overflows (ENOBUFS) events are lost and nobody can say which: then the call says `rescan`, and the caller looks at the
 whole machine. Between events nothing wakes up.
 
-    monitor = Hotplug(host, changed, watch=[("1234", "0380")])
+    monitor = Hotplug(host, changed, watch=[("0x1234", "0x0380")])
     monitor.start()      # inside a running loop; changed(Batch) is called on it
     monitor.stop()
 """
@@ -25,6 +25,7 @@ from typing import Any
 import pyudev  # type: ignore[import-untyped]
 
 from torchtuned.host import Host
+from torchtuned.pci import WATCHED
 
 log = logging.getLogger("torchtuned.hotplug")
 
@@ -32,7 +33,6 @@ QUIET_S = 0.15
 LIMIT_S = 1.0
 AT_ONCE = 200  # events taken per turn of the loop, so that a storm does not keep others from it
 BUFFER = 16 << 20  # bytes of the socket; the default holds a few hundred events
-GPU_VENDORS = frozenset({"10de", "1002"})
 SUBSYSTEMS = ("pci", "drm", "cpu")
 
 
@@ -71,15 +71,15 @@ class Batch:
 
 
 class Hotplug:
-    """Watches GPUs (display, 3D and accelerator functions of NVIDIA and AMD, and `watch` pairs of vendor and class as
-    in "1234", "0380"), DRM cards and CPUs. `changed` runs on the loop and must not block.
+    """Watches GPUs (those of pci.WATCHED and `watch` pairs of vendor and class as
+    in "0x1234", "0x0380"), DRM cards and CPUs. `changed` runs on the loop and must not block.
     """
 
     def __init__(
         self, host: Host, changed: Callable[[Batch], object], *, watch: Collection[tuple[str, str]] = ()
     ) -> None:
         self._changed = changed
-        self._watch = frozenset((vendor.removeprefix("0x"), kind.removeprefix("0x")) for vendor, kind in watch)
+        self._watch = WATCHED.union(watch)
         # without udevd (a small container) only the kernel's own events come
         self._source = "udev" if host.exists("/run/udev/control") else "kernel"
         self._monitor: Any = None
@@ -146,8 +146,8 @@ class Hotplug:
 
     def _wanted(self, properties: Any) -> bool:
         vendor = properties.get("PCI_ID", "").partition(":")[0].lower()
-        kind = properties.get("PCI_CLASS", "").zfill(6)[:4].lower()
-        return (vendor, kind) in self._watch or (vendor in GPU_VENDORS and kind[:2] in ("03", "12"))
+        kind = properties.get("PCI_CLASS", "").zfill(6)[:4].lower()  # without the leading zero of "30200"
+        return (f"0x{vendor}", f"0x{kind}") in self._watch
 
     def _schedule(self) -> None:
         assert self._loop is not None

@@ -68,15 +68,10 @@ def parse_request(text: str) -> Request:
 def document(job: Job, machine: Topology, config: Config) -> dict[str, Any]:
     """The grant document of a job (share/torchtuned/schemas/grant.json)."""
     grant = job.grant or Grant(cpus=frozenset(), threads=0)
-    seen = sorted([gpu for gpu in machine.gpus if gpu.vendor == cuda.NVIDIA] or machine.gpus, key=cuda.pci_key)
-    index = {gpu.address: i for i, gpu in enumerate(seen)}
-    mine = [gpu for address in grant.gpus for gpu in machine.gpus if gpu.address == address]
-    there = len(mine) == len(grant.gpus)
-    by_index = there and all(gpu.address in index and not gpu.mig for gpu in mine)
-    by_uuid = there and all(gpu.uuid or gpu.mig for gpu in mine)
     return {
         **grant_to_json(grant),
         "schema": SCHEMA,
+        **cuda.names(machine.gpus, grant.gpus),
         "job": job.id,
         "state": str(job.state),
         "cpu_max": job.cpu_max,
@@ -86,9 +81,6 @@ def document(job: Job, machine: Topology, config: Config) -> dict[str, Any]:
         "omp_max_gpu": config.env.omp_max_gpu,
         "env_profiles": list(config.env.profiles),
         "limits": dict(config.jobs.limits),
-        "gpus_alike": cuda.alike(seen),
-        "gpu_indexes": [index[gpu.address] for gpu in mine] if by_index else None,
-        "gpu_uuids": [uuid for gpu in mine for uuid in gpu.mig or (gpu.uuid,)] if by_uuid else None,
     }
 
 

@@ -13,13 +13,12 @@ from collections.abc import Collection, Mapping
 from torchtuned.cpuset import CpuSet, parse_list, parse_mask
 from torchtuned.errors import HostError
 from torchtuned.host import Host
-from torchtuned.topology import Gpu, GpuFacts, Node, Topology
+from torchtuned.topology import NVIDIA, Gpu, GpuFacts, Node, Topology, pci_key
 
 # Vendor and class: VGA and 3D controllers of NVIDIA; VGA, display controllers and processing accelerators (MI300) of
 # AMD. The VGA of a server's management chip has another vendor, NVSwitches and audio functions another class.
-WATCHED = frozenset(
-    {("0x10de", "0x0300"), ("0x10de", "0x0302"), ("0x1002", "0x0300"), ("0x1002", "0x0380"), ("0x1002", "0x1200")}
-)
+AMD = "0x1002"
+WATCHED = frozenset({(NVIDIA, "0x0300"), (NVIDIA, "0x0302"), (AMD, "0x0300"), (AMD, "0x0380"), (AMD, "0x1200")})
 DEVICES = "/sys/bus/pci/devices"
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
@@ -30,12 +29,13 @@ def find_gpus(
     """The GPUs in PCI order. `machine` has CPUs and nodes; `watch` adds (vendor, class) pairs such as
     ("0x8086", "0x0b40"). Virtual functions of a GPU that is here itself do not count.
     """
-    wanted = WATCHED | frozenset(watch)
+    wanted = WATCHED.union(watch)
+    vendors = {vendor for vendor, _ in wanted}
     found = []
     for address in host.list(DEVICES):
         device = f"{DEVICES}/{address}"
-        vendor = _word(host, f"{device}/vendor")
-        if not any(vendor == pair[0] for pair in wanted) or (vendor, _word(host, f"{device}/class")[:6]) not in wanted:
+        vendor = host.text(f"{device}/vendor").lower()
+        if vendor not in vendors or (vendor, host.text(f"{device}/class")[:6].lower()) not in wanted:
             continue
         if host.exists(f"{device}/physfn"):
             continue
@@ -45,17 +45,17 @@ def find_gpus(
             Gpu(
                 address=address,
                 vendor=vendor,
-                device=_word(host, f"{device}/device"),
+                device=host.text(f"{device}/device").lower(),
                 numa_node=_node(host, device),
                 local_cpus=cpus,
                 locality=locality,
-                driver=_driver(host, device),
+                driver=driver(host, address),
                 uuid=known.uuid,
                 name=known.name,
                 mig=known.mig,
             )
         )
-    return tuple(sorted(found, key=lambda gpu: [int(part, 16) for part in re.split("[:.]", gpu.address)]))
+    return tuple(sorted(found, key=lambda gpu: pci_key(gpu.address)))
 
 
 def _near(host: Host, machine: Topology, address: str, known: GpuFacts) -> tuple[CpuSet, str]:
@@ -110,15 +110,9 @@ def _local_cpus(host: Host, device: str) -> CpuSet:
     return frozenset()
 
 
-def _word(host: Host, path: str) -> str:
+def driver(host: Host, address: str) -> str:
+    """The kernel driver bound to a PCI function, or ""."""
     try:
-        return host.read(path).lower()
-    except HostError:
-        return ""
-
-
-def _driver(host: Host, device: str) -> str:
-    try:
-        return host.link(f"{device}/driver").rsplit("/", 1)[-1]
+        return host.link(f"{DEVICES}/{address}/driver").rsplit("/", 1)[-1]
     except HostError:
         return ""

@@ -10,7 +10,13 @@ from types import MappingProxyType
 from torchtuned.cpuset import CpuSet
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
+NVIDIA = "0x10de"  # PCI vendor, as sysfs has it
 FAR = 255  # the kernel's own "unreachable", for a node whose distance is not told
+
+
+def pci_key(address: str) -> tuple[int, ...]:
+    """Sort key for PCI order: domains may have more than four digits, so text order would be wrong."""
+    return tuple(int(part, 16) for part in address.replace(".", ":").split(":"))
 
 
 @dataclass(frozen=True, kw_only=True)

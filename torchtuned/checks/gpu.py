@@ -14,7 +14,8 @@ from torchtuned.checks.registry import Machine, Result, check
 from torchtuned.errors import HostError
 from torchtuned.findings import Action, Finding, Severity, Unchecked
 from torchtuned.gpus import Reading
-from torchtuned.nvidia import PCI, Function, persistenced
+from torchtuned.nvidia import Function, persistenced
+from torchtuned.pci import DEVICES
 
 LOAD = 20  # per cent of time with a kernel on the GPU from which on link and clocks are judged
 SWITCHES = ("0x1ac0", "0x1ac1", "0x1ac2", "0x1af1", "0x22a3")  # PCI devices of NVSwitch, V100 to H200
@@ -52,7 +53,7 @@ def persistence(machine: Machine) -> Result:
             yield item
             continue
         reading, on = item
-        if on or machine.text(f"{PCI}/{reading.address}/boot_vga") == "1":
+        if on or machine.text(f"{DEVICES}/{reading.address}/boot_vga") == "1":
             continue
         daemon = "runs" if persistenced(machine.host) else "does not run"
         yield Finding(
@@ -357,11 +358,11 @@ def fabric_manager(machine: Machine) -> bool:
 def path_of(machine: Machine, address: str) -> str:
     """The ports from the GPU up, each with its link as sysfs has it, current of maximum."""
     try:
-        steps = machine.host.link(f"{PCI}/{address}").split("/")
+        steps = machine.host.link(f"{DEVICES}/{address}").split("/")
     except HostError:
         steps = [address]
     ports = []
     for step in reversed([step for step in steps if step.count(":") == 2]):
-        now, most = (machine.text(f"{PCI}/{step}/{name}_link_width") for name in ("current", "max"))
+        now, most = (machine.text(f"{DEVICES}/{step}/{name}_link_width") for name in ("current", "max"))
         ports.append(f"{step} x{now} of x{most}" if now and most else step)
     return ", ".join(ports)

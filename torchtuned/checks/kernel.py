@@ -6,10 +6,10 @@ import re
 import struct
 from collections.abc import Iterator
 
+from torchtuned import pci
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError
 from torchtuned.findings import Action, Severity
-from torchtuned.nvidia import PCI
 
 OLDEST = (5, 5)
 CLOCK = "/sys/devices/system/clocksource/clocksource0"
@@ -117,7 +117,7 @@ def iommu(machine: Machine) -> Iterator[Seen | Unseen]:
     translated = []
     for card in machine.cards:
         try:
-            group = machine.host.link(f"{PCI}/{card.address}/iommu_group").rpartition("/")[2]
+            group = machine.host.link(f"{pci.DEVICES}/{card.address}/iommu_group").rpartition("/")[2]
         except HostError:
             continue
         if (kind := machine.text(f"/sys/kernel/iommu_groups/{group}/type")).startswith("DMA"):
@@ -146,7 +146,7 @@ def acs(machine: Machine) -> Iterator[Seen | Unseen]:
         return
     hidden, on = 0, []
     for bridge in bridges:
-        data = machine.host.read_bytes(f"{PCI}/{bridge}/config")
+        data = machine.host.read_bytes(f"{pci.DEVICES}/{bridge}/config")
         if len(data) <= 256:
             hidden += 1
         elif _acs_control(data) & REDIRECTS:
@@ -164,7 +164,7 @@ def acs(machine: Machine) -> Iterator[Seen | Unseen]:
 def _switches(machine: Machine, address: str) -> list[str]:
     """The bridges above a GPU, without the root port: those of a PCI switch."""
     try:
-        steps = machine.host.link(f"{PCI}/{address}").split("/")
+        steps = machine.host.link(f"{pci.DEVICES}/{address}").split("/")
     except HostError:
         return []
     return [step for step in steps if step.count(":") == 2][1:-1]

@@ -8,7 +8,7 @@ from torchtuned.checks.files import unit_runs
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.findings import Action, Severity
-from torchtuned.nvidia import PCI
+from torchtuned.pci import DEVICES
 from torchtuned.tunables.cpu import CPUFREQ, EPP, PLATFORM, on_battery, policies
 from torchtuned.tunables.owners import PPD, TUNERS
 
@@ -164,7 +164,7 @@ def gpu_sleep(machine: Machine) -> Iterator[Seen | Unseen]:
     job."""
     for job in machine.jobs:
         for address in job.gpus:
-            path = f"{PCI}/{address}/power/control"
+            path = f"{DEVICES}/{address}/power/control"
             if machine.text(path) == "auto":
                 yield Seen(
                     evidence=f"{path} is auto",

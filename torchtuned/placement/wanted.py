@@ -10,9 +10,6 @@ from torchtuned.errors import Busy, InvalidRequest, NoSuchGpu, Unplaceable
 from torchtuned.placement.grants import Grant, Request
 from torchtuned.topology import Gpu, Topology
 
-# A GPU held by one of these is somebody else's, a virtual machine's
-AWAY = frozenset({"vfio-pci", "pci-stub", "xen-pciback", "pciback"})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
@@ -32,9 +29,7 @@ class Wanted:
 def wanted_gpus(machine: Topology, in_force: Sequence[Grant], request: Request) -> Wanted:
     """Resolve a request's GPUs. NoSuchGpu, InvalidRequest, Unplaceable (more than there are), Busy (leased)."""
     leased = {address for grant in in_force for address in grant.gpus}
-    here = [gpu for gpu in machine.gpus if gpu.driver not in AWAY]
-    nvidia = [gpu for gpu in here if gpu.vendor == cuda.NVIDIA]
-    here = nvidia or here
+    here = cuda.counted(machine.gpus)
     if isinstance(request.gpus, tuple):
         return _named(machine, leased, request, request.gpus)
     trouble = _trouble(machine, in_force, request)

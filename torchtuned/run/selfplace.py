@@ -54,8 +54,9 @@ def place_self(
     limits = discover.limits(host, pid)
     machine = _machine(host, said.watch, wishes, pid)
     request = replace(request_from_json(dict(wishes)), affinity=limits.affinity or None, cpu_max=limits.cpu_max)
-    if per_gpu and machine.gpus:
-        request = replace(request, ranks=len(machine.gpus))
+    gpus_here = len(cuda.counted(machine.gpus))
+    if per_gpu and gpus_here:
+        request = replace(request, ranks=gpus_here)
     if request.wait is not None and not request.shared:
         rules = replace(rules, when_full="wait")
     wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
@@ -81,7 +82,7 @@ def place_self(
         warnings.append("--confine=cpuset needs torchtunedd; the job is kept on its CPUs by affinity")
     return {
         **grant_to_json(grant),
-        **_gpu_names(machine, grant),
+        **cuda.names(machine.gpus, grant.gpus),
         "schema": SCHEMA,
         "job": f"self-{pid}",
         "state": "running",
@@ -91,7 +92,7 @@ def place_self(
         "omp_max_gpu": rules.omp_max_gpu,
         "limits": dict(said.limits),
         "env_profiles": list(said.env_profiles),
-        "gpus_here": len(machine.gpus),
+        "gpus_here": gpus_here,
         "warnings": [*grant.warnings, *warnings],
     }
 
@@ -189,21 +190,6 @@ def _reachable(host: Host, address: str) -> bool:
         return True
     minors = [line.partition(":")[2].strip() for line in lines if line.startswith("Device Minor")]
     return not minors or host.exists(f"/dev/nvidia{minors[0]}")
-
-
-def _gpu_names(machine: Topology, grant: Grant) -> dict[str, Any]:
-    """How CUDA calls the job's GPUs: by index in PCI order, but not where MIG divides one; by UUID where NVML told."""
-    counted = sorted([gpu for gpu in machine.gpus if gpu.vendor == cuda.NVIDIA] or machine.gpus, key=cuda.pci_key)
-    places = {gpu.address: index for index, gpu in enumerate(counted)}
-    mine = [counted[places[address]] for address in grant.gpus if address in places]
-    there = len(mine) == len(grant.gpus)
-    by_index = there and not any(gpu.mig for gpu in mine)
-    by_uuid = there and all(gpu.uuid or gpu.mig for gpu in mine)
-    return {
-        "gpus_alike": cuda.alike(counted),
-        "gpu_indexes": [places[gpu.address] for gpu in mine] if by_index else None,
-        "gpu_uuids": [uuid for gpu in mine for uuid in gpu.mig or (gpu.uuid,)] if by_uuid else None,
-    }
 
 
 def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, confinement: str) -> dict[str, Any]:

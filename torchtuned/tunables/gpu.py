@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from torchtuned.errors import HostError, Refused
 from torchtuned.gpus import Gpus, Reading
 from torchtuned.host import Host
-from torchtuned.nvidia import PCI, UNLOCKED, functions
-from torchtuned.pci import WATCHED
+from torchtuned.nvidia import UNLOCKED, functions
+from torchtuned.pci import DEVICES, WATCHED
 from torchtuned.policy import Companion, Entry, Wish
 from torchtuned.tunables import Knob
 
@@ -124,17 +124,18 @@ class PowerControl(Knob):
     stage = 60
 
     def __init__(self, address: str) -> None:
-        super().__init__(f"gpu/{address}/power_control", f"{PCI}/{address}/power/control")
+        super().__init__(f"gpu/{address}/power_control", f"{DEVICES}/{address}/power/control")
 
 
 class GpuFamily:
-    """Knobs by PCI address. `watch`: further (vendor, class) pairs, such as ("1234", "0380"), for power_control."""
+    """Knobs by PCI address. `watch`: further (vendor, class) pairs, such as ("0x1234", "0x0380"), for power_control, as
+    the configuration has them when the engine looks."""
 
     name = "gpu"
 
-    def __init__(self, gpus: Gpus | None = None, *, watch: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, gpus: Gpus | None = None) -> None:
         self._gpus = gpus
-        self.watch = watch
+        self.watch: Collection[tuple[str, str]] = ()
 
     def expand(self, host: Host, wish: Wish) -> list[Knob]:
         _, _, name = wish.knob.split("/")
@@ -165,11 +166,11 @@ class GpuFamily:
         return self._gpus
 
     def _devices(self, host: Host) -> list[str]:
-        wanted = WATCHED | {tuple(f"0x{part.removeprefix('0x')}" for part in pair) for pair in self.watch}
+        wanted = WATCHED.union(self.watch)
         found = []
-        for address in host.list(PCI):
+        for address in host.list(DEVICES):
             with contextlib.suppress(HostError):
-                pair = (host.read(f"{PCI}/{address}/vendor"), host.read(f"{PCI}/{address}/class")[:6])
-                if pair in wanted and host.exists(f"{PCI}/{address}/power/control"):
+                pair = (host.read(f"{DEVICES}/{address}/vendor"), host.read(f"{DEVICES}/{address}/class")[:6])
+                if pair in wanted and host.exists(f"{DEVICES}/{address}/power/control"):
                     found.append(address)
         return found
