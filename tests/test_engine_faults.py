@@ -364,6 +364,40 @@ def test_an_undo_that_hangs_is_done_by_the_next_one(desk: Desk) -> None:
     assert desk.kernel.files == FILES
 
 
+def test_an_undo_tries_one_of_a_kind_that_hangs_and_gives_the_rest_back(tmp_path: Path) -> None:
+    """PID 1 waits for 30 seconds when it stops the daemon; each knob that hangs would take five."""
+    files = {SWAPPINESS: "60"}
+    for number in range(8):
+        files |= policy(number, "acpi-cpufreq", "ondemand")
+    desk = Desk(Kernel(files), tmp_path, deadline_s=0.3)
+    desk.apply("[cpu]\ngovernor = performance\n[sysctl]\nvm.swappiness = 10\n")
+    hang = Hang(desk, *(f"{CPUFREQ}/policy{number}/scaling_governor" for number in range(8)))
+    started = time.monotonic()
+    rows = desk.undo()
+    assert time.monotonic() - started < 2 * 0.3
+    assert hang.count == 1
+    assert desk.kernel.files[SWAPPINESS] == "60"
+    assert rows["cpu/policy7/governor"].reason == "no answer from the kernel within 0.3 s; undo again later"
+    assert rows["cpu/policy0/governor"].reason == "not tried: one like it hangs; undo again later"
+    assert len(desk.ledger()) == 8
+    hang.over.set()
+    _until(lambda: not desk.ledger() or desk.undo() == {})
+    assert desk.kernel.files == files
+
+
+def test_what_hung_before_keeps_no_other_from_being_given_back(desk: Desk) -> None:
+    text = "[cpu]\ngovernor = performance\n"
+    desk.apply(text)
+    hang = Hang(desk, f"{CPUFREQ}/policy2/scaling_governor")
+    desk.undo("cpu/policy2")
+    rows = desk.undo()
+    assert "still hangs" in rows["cpu/policy2/governor"].reason
+    assert rows["cpu/policy1/governor"].outcome is Outcome.APPLIED
+    assert desk.kernel.files[GOVERNOR] == "ondemand"
+    hang.over.set()
+    _until(lambda: not desk.ledger() or desk.undo() == {})
+
+
 def test_a_read_that_hangs(desk: Desk) -> None:
     over = threading.Event()
 

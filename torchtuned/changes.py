@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from torchtuned.deadline import Deadline, Hung
+from torchtuned.deadline import Deadline, Hung, StillHung
 from torchtuned.errors import Failed, HostError, Missing, Refused
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Companion, Entry, Outcome, Row, State
-from torchtuned.survey import FORBIDDEN, NOT_OFFERED, UNKNOWN, Case, Survey
+from torchtuned.survey import FORBIDDEN, NOT_OFFERED, UNKNOWN, Case, Hanging, Survey
 from torchtuned.tunables import Family, Knob
 
 log = logging.getLogger("torchtuned.policy")
@@ -64,8 +64,12 @@ class Changes:
         self.settle(entries)
         return rows
 
-    def give_back(self, knobs: Iterable[str]) -> list[Row]:
-        """Restore the originals of these knobs, last change first, unless somebody else has changed them since."""
+    def give_back(self, knobs: Iterable[str], hanging: Hanging) -> list[Row]:
+        """Restore the originals of these knobs, last change first, unless somebody else has changed them since.
+
+        Those of a kind that hangs are left for the next time, so that the others are given back before PID 1 loses
+        its patience with a daemon that it stops.
+        """
         wanted = set(knobs)
         chosen = [entry for knob, entry in reversed([*self.ledger.entries.items()]) if knob in wanted]
         if not chosen:
@@ -75,7 +79,7 @@ class Changes:
         place = {knob: (number, self._path(entry)) for number, (knob, entry) in enumerate(left.items())}
         for entry in chosen:
             cover = self._covered(entry, left, place)
-            row, kept = (cover, None) if cover else self._restore(entry)
+            row, kept = (cover, None) if cover else self._restore(entry, hanging)
             rows.append(row)
             if kept:
                 left[entry.knob] = kept
@@ -107,7 +111,8 @@ class Changes:
                 when=case.wish.when,
                 source=case.wish.source,
             )
-        companions = self.deadline.run(case.knob.id, lambda: case.knob.companions(self.host, target))
+        knob = case.knob
+        companions = self.deadline.run(knob.id, lambda: knob.companions(self.host, target), knob.patience)
         return Entry(
             knob=case.knob.id,
             original=case.current,
@@ -122,7 +127,7 @@ class Changes:
     def _write(self, case: Case, earlier: Entry | None, survey: Survey) -> tuple[Row, Entry | None]:
         """Try the targets in turn. Returns the row, and the entry to keep (None: the knob is as it was)."""
         knob, entry = case.knob, self.ledger.entries[case.knob.id]
-        if survey.is_hanging(knob):
+        if knob in survey.hanging:
             return case.row(Outcome.FAILED, "not tried: one like it hangs"), earlier
         row = case.row(Outcome.FAILED, "the kernel took it without effect")
         for number, target in enumerate(case.verdict.targets):
@@ -130,14 +135,14 @@ class Changes:
                 if number:
                     entry = self._entry(case, target, entry)
                     self.ledger.save({**self.ledger.entries, knob.id: entry})
-                now = self.deadline.run(knob.id, partial(self._set, knob, target))
+                now = self.deadline.run(knob.id, partial(self._set, knob, target), knob.patience)
             except Hung as hung:
-                survey.hang(knob)
+                survey.hanging.add(knob)
                 return case.row(Outcome.FAILED, hung.what), entry
             except HostError as error:
                 row = refusal(case, error)
                 try:
-                    now = self.deadline.run(knob.id, lambda: knob.read(self.host))
+                    now = self.deadline.run(knob.id, lambda: knob.read(self.host), knob.patience)
                 except (HostError, Hung) as unread:  # gone: nothing to give back; otherwise nobody can tell yet
                     return row, earlier if isinstance(unread, Missing) else entry
             except Failed as failed:
@@ -173,16 +178,21 @@ class Changes:
         except (HostError, Hung):
             return entry.companions
 
-    def _restore(self, entry: Entry) -> tuple[Row, Entry | None]:
+    def _restore(self, entry: Entry, hanging: Hanging) -> tuple[Row, Entry | None]:
         """Give one knob back. Returns the row, and the entry if it has to be tried again."""
         family = self.families.get(entry.knob.partition("/")[0])
         knob = family.find(self.host, entry.knob) if family else None
         if knob is None:
             reason = f"this torchtuned cannot give it back; it was {entry.original}"
             return row_of(entry, UNKNOWN, Outcome.FAILED, reason), None
+        if knob in hanging:
+            reason = "not tried: one like it hangs; undo again later"
+            return row_of(entry, UNKNOWN, Outcome.FAILED, reason), _begun(entry)
         try:
-            before, after = self.deadline.run(entry.knob, lambda: self._compare_and_restore(knob, entry))
+            before, after = self.deadline.run(knob.id, lambda: self._compare_and_restore(knob, entry), knob.patience)
         except Hung as hung:
+            if not isinstance(hung, StillHung):  # that took no time, and says nothing of the others
+                hanging.add(knob)
             return row_of(entry, UNKNOWN, Outcome.FAILED, f"{hung.what}; undo again later"), _begun(entry)
         except Missing as missing:
             reason = f"nothing to give back, the device went away with its value: {missing.what}"

@@ -20,7 +20,11 @@ _Inbox = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
 
 
 class Hung(Failed):
-    """The kernel did not come back from a call in time, or has not come back yet from an earlier one."""
+    """The kernel did not come back from a call in time."""
+
+
+class StillHung(Hung):
+    """It has not come back yet from an earlier call; asking took no time."""
 
 
 class Deadline:
@@ -31,12 +35,15 @@ class Deadline:
         self._inbox: _Inbox | None = None
         self._hanging: dict[str, Future[Any]] = {}
 
-    def run(self, key: str, call: Callable[[], T]) -> T:
-        """Return what the call returns, or raise what it raises. Hung for a key whose last call is still out."""
+    def run(self, key: str, call: Callable[[], T], patience: float = 0.0) -> T:
+        """Return what the call returns, or raise what it raises. Hung when it takes longer, or for longer than
+        `patience` seconds where these are more; StillHung for a key whose last call is still out.
+        """
+        seconds = max(self.seconds, patience)
         earlier = self._hanging.get(key)
         if earlier:
             if not earlier.done():
-                raise Hung("an earlier access to it still hangs in the kernel", where=key)
+                raise StillHung("an earlier access to it still hangs in the kernel", where=key)
             del self._hanging[key]
         if self._inbox is None:
             self._inbox = SimpleQueue()
@@ -44,14 +51,14 @@ class Deadline:
         future: Future[T] = Future()
         self._inbox.put((call, future))
         try:
-            return future.result(self.seconds)
+            return future.result(seconds)
         except TimedOut:
             if future.done():
                 raise
             self._hanging[key] = future
             self._inbox.put(None)  # should the call ever come back, its thread ends
             self._inbox = None
-            raise Hung(f"no answer from the kernel within {self.seconds:g} s", where=key) from None
+            raise Hung(f"no answer from the kernel within {seconds:g} s", where=key) from None
 
 
 def _work(inbox: _Inbox) -> None:

@@ -20,7 +20,7 @@ from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome, Row, State
-from torchtuned.survey import UNKNOWN, Case, Survey, Wanted, matches
+from torchtuned.survey import UNKNOWN, Case, Hanging, Survey, Wanted, matches
 from torchtuned.tunables import Family, Held
 from torchtuned.tunables.block import BlockFamily
 from torchtuned.tunables.cpu import CpuFamily
@@ -42,8 +42,8 @@ def all_families() -> tuple[Family, ...]:
 class Engine:
     """Host policy on one machine. Thread-safe by one lock; calls block, so keep them off an event loop.
 
-    One access to a knob blocks for at most `deadline_s` seconds, and a kind of knob that hung is not tried again in
-    the same call. `tuners` in the calls are the active units of `tunables.owners.UNITS`. `on_hold` and `on_release`
+    One access to a knob blocks for at most `deadline_s` seconds, or the knob's own `patience` where that is more, and a
+    kind of knob that hung is not tried again in the same call. `tuners` in the calls are the active units of `tunables.owners.UNITS`. `on_hold` and `on_release`
     tell of descriptors that stay open while a value is held (knob, descriptor), to be kept across a restart.
     """
 
@@ -166,7 +166,7 @@ class Engine:
             held = [knob for knob in self._held if matches(knob, knobs or None)]
             untouched = [name for name in knobs if not any(matches(knob, [name]) for knob in (*chosen, *held))]
             rows = [row for name in untouched for row in self._not_ours(name)]
-            rows += [*self._changes.give_back(chosen), *self._let_go(held)]
+            rows += [*self._changes.give_back(chosen, Hanging()), *self._let_go(held)]
             for row in rows:
                 self._failures.pop(row.knob, None)
                 self._told.discard(row.knob)
@@ -176,7 +176,7 @@ class Engine:
         """Give back what was set for as long as jobs run. Failed when the ledger cannot be had."""
         with self._lock, self.ledger.locked():
             chosen = [knob for knob, entry in self.ledger.entries.items() if entry.when == "jobs"]
-            return self._changes.give_back(chosen) + self._let_go(list(self._held))
+            return self._changes.give_back(chosen, Hanging()) + self._let_go(list(self._held))
 
     def adopt(self, knob: str, fd: int) -> None:
         """Take over a descriptor that an earlier process held for a knob. The next `apply` renews or closes it."""
@@ -212,7 +212,8 @@ class Engine:
                 gone[knob] = f"left to {owner.name}"
         self._changes.hand_over(gone)
         idle |= {knob for knob, verdict in verdicts.items() if verdict.release}
-        rows = self._changes.give_back(idle) + self._let_go([knob for knob in self._held if knob in idle])
+        rows = self._changes.give_back(idle, survey.hanging)
+        rows += self._let_go([knob for knob in self._held if knob in idle])
         return {row.knob: row for row in rows}
 
     def _note(self, cases: Sequence[Case]) -> None:
@@ -281,7 +282,7 @@ class Engine:
         if knob is None:
             raise NoSuchKnob(f"there is no knob {name!r}", hint="torchtuned plan lists those there are")
         try:
-            current = self._deadline.run(knob.id, partial(knob.read, self.host))
+            current = self._deadline.run(knob.id, partial(knob.read, self.host), knob.patience)
         except Missing as missing:
             raise NoSuchKnob(f"there is no knob {name!r} here: {missing.what}") from None
         except (HostError, Hung):

@@ -42,6 +42,23 @@ class Case:
         )
 
 
+class Hanging:
+    """The kinds of knobs of which one hung in this operation: each more of them would take the whole deadline."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def __contains__(self, knob: Knob) -> bool:
+        return self._kind(knob) in self._kinds
+
+    def add(self, knob: Knob) -> None:
+        self._kinds.add(self._kind(knob))
+
+    @staticmethod
+    def _kind(knob: Knob) -> str:
+        return f"{knob.id.partition('/')[0]} {knob.stage}"
+
+
 @dataclass
 class Survey:
     """The knobs of one operation. `pending` holds what the operation writes, as far as it has come."""
@@ -55,7 +72,7 @@ class Survey:
     reassert: bool = False
     tuners: Iterable[str] = ()
     pending: dict[str, str] = field(default_factory=dict)
-    hanging: set[str] = field(default_factory=set)
+    hanging: Hanging = field(default_factory=Hanging)
 
     def __post_init__(self) -> None:
         self.owners = Owners(self.host, self.tuners)
@@ -99,7 +116,7 @@ class Survey:
 
     def judge(self, knob: Knob, wish: Wish) -> Case:
         """Read one knob and decide. Whatever goes wrong becomes the verdict."""
-        if self.is_hanging(knob):
+        if knob in self.hanging:
             return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason="not tried: one like it hangs"))
 
         def look() -> tuple[str, str, Sequence[str] | None, str]:
@@ -108,9 +125,9 @@ class Survey:
             return current, base, knob.choices(self.host), knob.implied(self.host, self.pending)
 
         try:
-            current, base, choices, implied = self.deadline.run(knob.id, look)
+            current, base, choices, implied = self.deadline.run(knob.id, look, knob.patience)
         except Hung as hung:
-            self.hang(knob)
+            self.hanging.add(knob)
             return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason=hung.what))
         except HostError as error:
             gone = isinstance(error, Missing)
@@ -129,14 +146,6 @@ class Survey:
             self.pending[knob.id] = verdict.targets[0]
         return Case(knob, wish, current, verdict)
 
-    def is_hanging(self, knob: Knob) -> bool:
-        """Whether a knob of this kind hangs."""
-        return self._group(knob) in self.hanging
-
-    def hang(self, knob: Knob) -> None:
-        """Try no more knobs of this kind in this operation: each would take the whole deadline."""
-        self.hanging.add(self._group(knob))
-
     def _held(self, knob: Held, verdict: Verdict) -> Verdict:
         """What is to be done about a value that may be held: keep it, or let it go (and hold another one)."""
         held = self.held.get(knob.id)
@@ -145,10 +154,6 @@ class Survey:
         if held in verdict.targets:
             return replace(verdict, targets=(), ours=True, reason=f"held by torchtuned, at {held}")
         return replace(verdict, release=True)
-
-    @staticmethod
-    def _group(knob: Knob) -> str:
-        return f"{knob.id.partition('/')[0]} {knob.stage}"
 
 
 def matches(knob: str, patterns: Sequence[str] | None) -> bool:

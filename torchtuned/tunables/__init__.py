@@ -14,10 +14,12 @@ class Knob:
     """One value in one file. Families subclass it where the kernel is less simple than that.
 
     `stage` orders the writes of a plan (undo goes the other way). `capacity`: a limit that is only ever raised.
+    `patience`: seconds that one access may take in good health, where that is more than the engine allows to others.
     """
 
     stage = 50
     capacity = False
+    patience = 0.0
 
     def __init__(self, id: str, path: str) -> None:
         self.id, self.path = id, path

@@ -20,6 +20,9 @@ from torchtuned.policy import Companion, Entry, Wish
 from torchtuned.tunables import Knob
 
 FRESH_S = 2.0
+# Without persistence mode a sound GPU takes up to three seconds for each question, and one access asks up to three.
+# A GPU that hangs is given up by Gpus itself before that, so that the words are NVML's.
+PATIENCE_S, MORE_S = 12.0, 4.0
 
 
 class Glance:
@@ -30,6 +33,11 @@ class Glance:
         self._gpus, self._addresses, self._field = gpus, addresses, field
         self._readings: dict[str, Reading] = {}
         self._until = 0.0
+
+    @property
+    def others(self) -> int:
+        """How many GPUs the longest question is about, beside one."""
+        return max(0, len(self._addresses) - 1)
 
     def get(self, address: str) -> str:
         """As Gpus.get()."""
@@ -55,6 +63,7 @@ class NvmlKnob(Knob):
         super().__init__(f"gpu/{address}/{name}", f"NVML of GPU {address}")
         self.address, self.gpus = address, gpus
         self.glance = glance or Glance(gpus, (), self.field)
+        self.patience = PATIENCE_S + MORE_S * self.glance.others  # one of them answers for all
 
     def read(self, host: Host) -> str:
         return self.glance.get(self.address)
@@ -162,7 +171,7 @@ class GpuFamily:
 
     def _of(self, host: Host) -> Gpus:
         if self._gpus is None:
-            self._gpus = Gpus(host, deadline_s=4.0)  # less than the engine's own, so that the words are NVML's
+            self._gpus = Gpus(host)
         return self._gpus
 
     def _devices(self, host: Host) -> list[str]:
