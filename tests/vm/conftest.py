@@ -19,7 +19,7 @@ if "TORCHTUNED_DEB" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
 HERE = Path(__file__).parent
-ORDER = ("test_bus", "test_jobs", "test_policy", "test_gpus", "test_removal")
+ORDER = ("test_bus", "test_check", "test_jobs", "test_policy", "test_gpus", "test_removal")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -67,7 +67,7 @@ def start(machine: Machine, name: str, command: str, *, user: str) -> Job:
 
 
 def stop(machine: Machine, *jobs: Job, signal: str = "TERM") -> None:
-    """End jobs and wait until they, and the daemon's record of them, are gone."""
+    """End all jobs that there are and wait until they, and the daemon's record of them, are gone."""
     machine.sh(f"kill -{signal} {' '.join(str(job.pid) for job in jobs)}")
     for job in jobs:
         wait_for(machine, f"! test -e /proc/{job.pid}")
@@ -122,7 +122,7 @@ def show(machine: Machine, unit: str, *names: str) -> dict[str, str]:
 
 def listed(machine: Machine) -> list[dict[str, object]]:
     """Return the jobs as torchtuned lists them."""
-    jobs: list[dict[str, object]] = json.loads(machine.check("torchtuned jobs --json"))["jobs"]
+    jobs: list[dict[str, object]] = json.loads(machine.check("torchtuned jobs --json"))
     return jobs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from inside import JOB, cpus_of, start, stop, wait_for
+from inside import JOB, MANAGER, cpus_of, start, stop, wait_for
 from machine import Machine
 
 GPUS = ("0000:42:00.0", "0000:82:00.0")
@@ -24,7 +24,8 @@ def test_each_job_gets_a_gpu_and_the_cores_of_its_node(ready: Machine) -> None:
     status, output = ready.sh("ssh bob@localhost torchtuned-run --gpus 1 true")
     assert status == 125, output
     assert "GPU" in output
-    stop(ready, one)
+    ready.check(f"kill {one.pid}")
+    wait_for(ready, f"busctl get-property {MANAGER} Jobs | grep -x 'u 1'")
     assert ready.login("bob", "torchtuned-run --gpus 1 sh -c 'echo $CUDA_VISIBLE_DEVICES'").strip() == "0"
     stop(ready, two)
 
