@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from fakes.tree import make_tree
 
 from torchtuned.host import Host
-from torchtuned.reports import accounting, journal, postmortem
+from torchtuned.reports import accounting, jobrecord, journal, postmortem
 from torchtuned.reports.inotify import Inotify
 
 SCOPE = "torchtuned-job-7.scope"
@@ -98,3 +99,26 @@ def test_the_driver_s_errors_of_the_job_s_gpus_only() -> None:
     ]
     found = postmortem.xids(entries, ["00000000:01:00.0"], since=5)
     assert found == ("Xid 79 of GPU 0000:01:00.0: the GPU has fallen off the bus (hardware or power)",)
+
+
+def test_of_a_flooded_journal_the_end_is_read(tmp_path: Path) -> None:
+    """What ended a job is at the end, and anybody with a GPU or a disk can make the kernel say thousands of things."""
+    flood = [{"_TRANSPORT": "kernel", "MESSAGE": "noise"}] * (journal.MOST + 10)
+    said = {"_TRANSPORT": "kernel", "MESSAGE": "the last word"}
+    early = {"_TRANSPORT": "kernel", "MESSAGE": "too early"}
+    lines = [
+        json.dumps(entry | {"__REALTIME_TIMESTAMP": str(number)}) for number, entry in enumerate([early, *flood, said])
+    ]
+    host = Host(make_tree(tmp_path, {"var/log/journal.json": "\n".join(lines)}))
+    found = journal.read(host, 5)
+    assert (len(found), found[-1].message) == (journal.MOST, "the last word")
+    assert [entry.time for entry in found] == sorted(entry.time for entry in found)
+    assert [entry.time for entry in journal.read(host, len(lines) - 2)] == [len(lines) - 2, len(lines) - 1]
+    assert len(journal.read(host, 0)) == journal.MOST
+
+
+def test_a_missed_end_is_looked_for_from_the_last_reading_on() -> None:
+    document = {"started": 10**15, "measured": {}}
+    assert jobrecord.missed_since(document) == 10**15 - postmortem.BEFORE
+    days_later = 10**15 + 3 * 86400 * 10**6
+    assert jobrecord.missed_since(document | {"measured": {"at": days_later}}) == days_later - postmortem.BEFORE

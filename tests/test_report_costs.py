@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,41 @@ def test_what_is_known_at_the_stop_is_written(setting: Setting) -> None:
     found = setting.store.read(name)
     assert found is not None
     assert (found["state"], found["measured"]["cpu"]["usage_s"]) == ("running", 1.0)
+
+
+class Slow(Host):
+    """Threads read a job's CPU time from it, and then wait until `go`, as with a cgroup of many processes."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reading, self.go = threading.Event(), threading.Event()
+
+    def read(self, path: str) -> str:
+        found = super().read(path)
+        if path.endswith("cpu.stat") and threading.current_thread() is not threading.main_thread():
+            self.reading.set()
+            self.go.wait(20)
+        return found
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_reading_that_comes_late_does_not_replace_the_last_one(setting: Setting, *, removed: bool) -> None:
+    async def live() -> None:
+        host = Slow(setting.tree)
+        setting.reports = Reports(host, setting.store, setting.shown, setting.sample)
+        setting.reports.job_added(job())
+        asked = asyncio.ensure_future(setting.reports.report(0, "1"))
+        await asyncio.to_thread(host.reading.wait, 20)
+        (setting.tree / f"{BASE}/cpu.stat").write_text("usage_usec 9000000\n")
+        setting.reports.leader_ended(job())
+        if removed:
+            setting.reports.job_removed(job())
+        host.go.set()
+        measured = (await asked)["measured"]
+        assert (measured["cpu"], measured["complete"]) == ({"usage_s": 9.0}, removed)
+        setting.reports.job_removed(job())
+        measured = (await written(setting))["measured"]
+        assert (measured["cpu"], measured["complete"]) == ({"usage_s": 9.0}, True)
+        await setting.reports.close()
+
+    asyncio.run(live())

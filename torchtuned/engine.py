@@ -43,8 +43,9 @@ class Engine:
     """Host policy on one machine. Thread-safe by one lock; calls block, so keep them off an event loop.
 
     One access to a knob blocks for at most `deadline_s` seconds, or the knob's own `patience` where that is more, and a
-    kind of knob that hung is not tried again in the same call. `tuners` in the calls are the active units of `tunables.owners.UNITS`. `on_hold` and `on_release`
-    tell of descriptors that stay open while a value is held (knob, descriptor), to be kept across a restart.
+    kind of knob that hung is not tried again in the same call. `tuners` in the calls are the active units of
+    `tunables.owners.UNITS`. `on_hold` and `on_release` tell of descriptors that stay open while a value is held (knob,
+    descriptor), to be kept across a restart.
     """
 
     def __init__(

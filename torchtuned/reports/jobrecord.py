@@ -24,8 +24,8 @@ SCHEMA = 1
 @dataclass(kw_only=True)
 class Record:
     """One job: `around` are the out-of-memory counts of the cgroups above it when it started, `figures` the last
-    reading and `read_at` when that was. `exit` is what its parent told. Times in microseconds after 1970, 0 for not
-    yet.
+    reading and `read_at` when that was begun. `left_at`: when its first process had exited. `exit` is what its parent
+    told. Times in microseconds after 1970, 0 for not yet.
     """
 
     job: Job
@@ -42,9 +42,11 @@ class Record:
     released: bool = False
     pids: set[int] = field(default_factory=set)
 
-    def take(self, figures: Figures) -> None:
-        """Keep a reading, unless there was nothing left to read."""
-        if not figures:
+    def take(self, figures: Figures, begun: int) -> None:
+        """Keep a reading, unless there was nothing left to read, or a later one is here already: readings are made
+        in threads, and the last one, when the leader has exited, is not. Call it on the loop.
+        """
+        if not figures or self.ended or begun < max(self.read_at, self.left_at):
             return
         if oom_kills(figures) > oom_kills(self.figures):
             self.oom_at = self.oom_at or now()
@@ -52,7 +54,7 @@ class Record:
             self.pids |= set(figures.pop("pids"))
             for group, name in (("cpu", "usage_s"), ("memory", "largest_peak")):  # who ended took theirs along
                 figures[group][name] = max(figures[group][name], self.figures.get(group, {}).get(name, 0))
-        self.figures, self.read_at = figures, now()
+        self.figures, self.read_at = figures, begun
 
     def document(self, boot: str) -> dict[str, Any]:
         """The report as it stands. `boot` is the id of this boot of the machine."""
@@ -124,7 +126,7 @@ def missed(document: dict[str, Any], entries: list[Entry] | None, *, boot: str) 
     """The final report of a job that ended while no daemon ran, from what the last one wrote down."""
     pid, measured = int(document["pid"]), document["measured"]
     own = {"cgroup": str(document["cgroup"]), "scope": str(document["granted"]["scope"])}
-    found = postmortem.look(entries or (), **own, pids=frozenset({pid}), since=int(document["started"]))
+    found = postmortem.look(entries or (), **own, pids=frozenset({pid}), since=missed_since(document))
     facts = Facts(
         leader=pid,
         oom_kills=oom_kills(measured),
@@ -136,6 +138,11 @@ def missed(document: dict[str, Any], entries: list[Entry] | None, *, boot: str) 
     )
     ended = {"state": "ended", "ended": now(), "seconds": None, "end": _end(facts)}
     return document | ended | {"measured": _with(measured, found)}
+
+
+def missed_since(document: dict[str, Any]) -> int:
+    """From when on the journal may explain the end of a job that was missed: it still ran at its last reading."""
+    return int(document["measured"].get("at") or document["started"]) - postmortem.BEFORE
 
 
 def oom_kills(figures: Figures) -> int:

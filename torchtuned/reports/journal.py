@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -22,7 +22,7 @@ OUT_OF_MEMORY = "fe6faa94e7774663a0da52717891d8ef"  # PID 1: the kernel killed a
 OOMD_KILL = "d989611b15e44c9dbf31e3c81256e4ed"  # PID 1: systemd-oomd killed processes of UNIT
 RESOURCES = "ae8f7b866b0347b9af31fe1c80b127c0"  # PID 1, when UNIT has ended: CPU_USAGE_NSEC, MEMORY_PEAK
 OOMD = "systemd-oomd.service"
-MOST = 20_000  # entries looked at
+MOST = 20_000  # entries looked at, from the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Entry:
 
 def read(host: Host, since: int) -> list[Entry]:
     """Their entries since a time, oldest first. Missing or Unreadable when there is no journal to read."""
-    entries = _of_machine(since) if host.real else _of_folder(host)
-    return [entry for raw in entries if (entry := _entry(raw)) is not None and entry.time >= since]
+    entries = _of_machine(since) if host.real else _of_folder(host, since)
+    return [entry for raw in entries if (entry := _entry(raw)) is not None]
 
 
 def _of_machine(since: int) -> Iterable[Mapping[str, Any]]:
@@ -53,17 +53,28 @@ def _of_machine(since: int) -> Iterable[Mapping[str, Any]]:
             reader.add_match(_SYSTEMD_UNIT=OOMD)
             reader.add_disjunction()
             reader.add_match(_TRANSPORT="kernel")
-            reader.seek_realtime(since / 1e6)
-            return [entry for entry, _ in zip(reader, range(MOST), strict=False)]
+            reader.seek_tail()
+            return tail(reader.get_previous, since)
     except OSError as e:
         raise Unreadable(str(e.strerror or e).lower(), where="journal", errno=e.errno or 0) from None
 
 
-def _of_folder(host: Host) -> Iterable[Mapping[str, Any]]:
+def _of_folder(host: Host, since: int) -> Iterable[Mapping[str, Any]]:
     try:
-        return [json.loads(line) for line in host.read(FILE).splitlines() if line]
+        lines = [json.loads(line) for line in host.read(FILE).splitlines() if line]
     except ValueError as e:
         raise Unreadable(f"not JSON lines: {e}", where=FILE) from None
+    return tail(lambda: lines.pop() if lines else {}, since)
+
+
+def tail(previous: Callable[[], Mapping[str, Any]], since: int) -> list[Mapping[str, Any]]:
+    """The last entries since a time, oldest first, of a journal that is read from its end (`previous` gives {} when
+    there is no more). The end is where an end is explained: of a flood the beginning is what is left out.
+    """
+    found: list[Mapping[str, Any]] = []
+    while len(found) < MOST and (raw := previous()) and _time(raw) >= since:
+        found.append(raw)
+    return found[::-1]
 
 
 def _entry(raw: Mapping[str, Any]) -> Entry | None:
@@ -78,13 +89,17 @@ def _entry(raw: Mapping[str, Any]) -> Entry | None:
     else:
         return None
     return Entry(
-        time=int(fields.get("__REALTIME_TIMESTAMP", "0")),
+        time=_time(raw),
         by=by,
         message=fields.get("MESSAGE", ""),
         kind=fields.get("MESSAGE_ID", ""),
         unit=fields.get("UNIT", ""),
         fields=fields,
     )
+
+
+def _time(raw: Mapping[str, Any]) -> int:
+    return int(_text(raw.get("__REALTIME_TIMESTAMP", "0")))
 
 
 def _text(value: object) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from torchtuned import processes
@@ -28,7 +28,7 @@ from torchtuned.reports import accounting, jobrecord, journal, postmortem
 from torchtuned.reports.inotify import Inotify
 from torchtuned.reports.jobrecord import Record, now
 from torchtuned.reports.store import Name, Store, find
-from torchtuned.reports.usage import GpuFigures
+from torchtuned.reports.usage import Figures, GpuFigures
 from torchtuned.scopes import MOUNT
 
 FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
@@ -99,7 +99,7 @@ class Reports:
         record = self._running.get(job.id)
         if record is not None:
             record.left_at = now()
-            record.take(accounting.of_job(self._host, job.process.pid, record.cgroup))
+            self._read(record)
 
     def job_removed(self, job: Job) -> None:
         self._shown.job_removed(job)
@@ -139,7 +139,7 @@ class Reports:
         record = self._running.get(asked) or next((one for one in self._ending if one.job.id == asked), None)
         if record is not None and uid in (0, record.job.process.uid):
             if not record.ended:
-                await asyncio.to_thread(self._read, record)
+                await self._read_off_loop([record])
             return record.document(self._boot)
         names = [name for name in await asyncio.to_thread(self._store.names) if uid in (0, name.uid)]
         name = find(names, asked)
@@ -220,7 +220,7 @@ class Reports:
 
     async def _read_all(self) -> None:
         records = list(self._running.values())
-        await asyncio.to_thread(self._read_each, records)
+        await self._read_off_loop(records)
         held = sorted({gpu for record in records if record.job.grant for gpu in record.job.grant.gpus})
         samples = await asyncio.to_thread(self._sample, held) if held else {}
         for record in records:
@@ -230,13 +230,18 @@ class Reports:
                     figures = record.gpus.setdefault(address, GpuFigures())
                     figures.add(one.utilization, one.memory_used, one.power, one.temperature)
 
-    def _read_each(self, records: Iterable[Record]) -> None:
+    async def _read_off_loop(self, records: Sequence[Record]) -> None:
+        """A cgroup with many processes takes a while to read. What was read is taken on the loop, where the end is."""
         for record in records:
-            self._read(record)
+            record.take(*await asyncio.to_thread(self._reading, record))
 
     def _read(self, record: Record) -> None:
-        if not record.ended:
-            record.take(accounting.of_job(self._host, record.job.process.pid, record.cgroup))
+        """At once, as what there is to read may go any moment."""
+        record.take(*self._reading(record))
+
+    def _reading(self, record: Record) -> tuple[Figures, int]:
+        begun = now()
+        return accounting.of_job(self._host, record.job.process.pid, record.cgroup), begun
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -258,12 +263,12 @@ class Reports:
     async def _finish_missed(self, documents: list[dict[str, Any]]) -> None:
         """Explain those that ended while no daemon ran, by what the last one wrote down."""
         async with self._writing:
-            started = [int(document["started"]) for document in documents]
-            entries = await asyncio.to_thread(self._journal, min(started))
+            entries = await asyncio.to_thread(self._journal, min(map(jobrecord.missed_since, documents)))
             for document in documents:
                 name = Name(int(document["started"]), int(document["job"]), int(document["uid"]))
                 whole = jobrecord.missed(document, entries, boot=self._boot)
                 await asyncio.to_thread(self._store.write, name, whole)
+            await asyncio.to_thread(self._store.prune, {record.name for record in self._running.values()})
 
     def _journal(self, since: int) -> list[journal.Entry] | None:
         try:
