@@ -23,7 +23,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("reports.proctree", "reports.inotify", "reports.journal", "reports.store"),
     ),
     "readers": (
-        *("discover", "cpulimits", "scopes", "configfiles", "tunables.", "checks."),
+        *("discover", "cpulimits", "scopes", "configfiles", "mounts", "tunables.", "checks."),
         *("reports.accounting", "reports.postmortem"),
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "reports.jobrecord"),

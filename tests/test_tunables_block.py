@@ -14,6 +14,7 @@ MOUNTS = """\
 31 22 0:44 / /home rw - btrfs /dev/sdb1 rw
 32 22 0:50 / /net rw - nfs4 server:/x rw
 33 22 8:33 / /with\\040space rw - ext4 /dev/sdc1 rw
+34 22 0:51 / /scratch rw - tmpfs  rw
 """
 
 

@@ -102,6 +102,7 @@ def test_btrfs_has_a_number_of_its_own(tmp_path: Path) -> None:
         ("fuse.gocryptfs x rw", "fuse"),
         ("lustre mgs:/x rw", "parallel"),
         ("tmpfs tmpfs rw", "memory"),
+        ("tmpfs  rw", "memory"),  # mount -t tmpfs "" /data
         ("zfs pool/data rw", "unknown"),
     ],
 )

@@ -7,15 +7,17 @@ of an overlay. Each has its own queue; what counts is whether any disk at the bo
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchtuned.checks.files import Mount, basename, mount_of, mounts, size
+from torchtuned.checks.files import basename, size
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity
 from torchtuned.host import Space
+from torchtuned.mounts import Mount, beneath, device_of, mount_of, mounts
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "glusterfs", "sshfs")
 PARALLEL = ("lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs")  # made for it: no finding
@@ -61,7 +63,7 @@ def locate(machine: Machine, path: str) -> Dataset:
         path = os.path.realpath(path)
     if not machine.host.exists(path):
         raise Missing("no such file or folder", where=path)
-    table = mounts(machine, "self")
+    table = mounts(machine.host, "self")
     mount = mount_of(table, path)
     if mount is None:
         raise Missing("no file system is mounted there", where=path)
@@ -114,42 +116,17 @@ def _down(
             return "unknown", (), ("overlay",)
         found, layers, via = _down(machine, table, below, depth=depth + 1)
         return found, layers, ("overlay", *via)
-    top = _device(machine, mount)
+    top = device_of(machine.host, mount)
     if not top:
         return "fuse" if kind == "fuseblk" else "unknown", (), ()
     layers, via = _stack(machine, table, top, depth)
     return ("fuse" if kind == "fuseblk" else "disk"), layers, via
 
 
-def _device(machine: Machine, mount: Mount) -> str:
-    """The block device of a mount by its number, else (btrfs mounts under one of its own) by the source's name."""
-    try:
-        return _whole(machine, basename(machine.host.link(f"/sys/dev/block/{mount.device}")))
-    except HostError:
-        pass
-    if not mount.source.startswith("/dev/"):
-        return ""
-    try:
-        return _whole(machine, basename(machine.host.link(mount.source)))
-    except HostError:
-        return _whole(machine, basename(mount.source))
-
-
-def _whole(machine: Machine, name: str) -> str:
-    """The disk of a partition; any other device is its own; "" where there is none."""
-    if machine.host.exists(f"/sys/block/{name}"):
-        return name
-    return next(
-        (disk for disk in machine.host.list("/sys/block") if machine.host.exists(f"/sys/block/{disk}/{name}")), ""
-    )
-
-
 def _stack(machine: Machine, table: list[Mount], top: str, depth: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     layers, via = [top], []
     for name in layers:
-        for lower in machine.host.list(f"/sys/block/{name}/slaves"):
-            if (disk := _whole(machine, lower)) and disk not in layers:
-                layers.append(disk)
+        layers += [disk for disk in beneath(machine.host, name) if disk not in layers]
         backing = machine.text(f"/sys/block/{name}/loop/backing_file")
         below = mount_of(table, backing) if backing else None
         if below is not None and depth < 4:
@@ -234,8 +211,8 @@ def turning(machine: Machine) -> Iterator[Seen | Unseen]:
 def staging_target(machine: Machine) -> str:
     """The mount point on flash with the most room, "" without one."""
     found = []
-    for mount in mounts(machine, "self"):
-        device = _device(machine, mount) if mount.kind in ("ext4", "xfs", "btrfs", "f2fs") else ""
+    for mount in mounts(machine.host, "self"):
+        device = device_of(machine.host, mount) if mount.kind in ("ext4", "xfs", "btrfs", "f2fs") else ""
         if not device:
             continue
         layers, _ = _stack(machine, [], device, 4)
@@ -251,7 +228,7 @@ def staging_target(machine: Machine) -> str:
 def _copy(machine: Machine, data: Dataset) -> str:
     target = staging_target(machine)
     place = os.path.join(target, f"{basename(data.path)}-copy") if target else "A-FOLDER-ON-FLASH"
-    return f"rsync -a {data.path}/ {place}/"
+    return shlex.join(["rsync", "-a", f"{data.path}/", f"{place}/"])
 
 
 @rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
 from torchtuned.checks.files import masked, setting, uid, unit_of, unit_runs, user_name, yes
@@ -106,7 +107,7 @@ def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
             yield Seen(
                 evidence=f"{where or 'logind.conf'}: RemoveIPC={value or 'yes, the default'};"
                 f" {LINGER}/{name} is not there; process in {unit}",
-                fix=f"loginctl enable-linger {name}",
+                fix=f"loginctl enable-linger {shlex.quote(name)}",
                 job=job,
             )
 

@@ -6,9 +6,9 @@ import mmap
 import re
 from collections.abc import Iterator
 
-from torchtuned.checks.registry import Machine, Result, check
+from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError, Missing
-from torchtuned.findings import Action, Finding, Severity, Unchecked
+from torchtuned.findings import Action, Severity
 from torchtuned.host import Host
 
 PASSED_ON = ("vfio-pci", "pci-stub", "xen-pciback")  # a virtual machine has the GPU, on purpose
@@ -27,8 +27,15 @@ MODULE = re.compile(r"nvidia(?:-(?!.*(?:uvm|drm|modeset|peermem|fs|vfio)\b)[\w-]
 VERSION = re.compile(r"\.so\.([0-9]+\.[0-9.]+)$")
 
 
-@check("TT001", "a GPU is not run by the nvidia driver")
-def bound(machine: Machine) -> Result:
+@rule(
+    "TT001",
+    "a GPU is not run by the nvidia driver",
+    severity=Severity.ERROR,
+    action=Action.ASK,
+    cost="PyTorch does not see this GPU",
+    source="NVIDIA/gpu-operator#8",
+)
+def bound(machine: Machine) -> Iterator[Seen | Unseen]:
     """An NVIDIA GPU without the nvidia driver is no GPU to PyTorch. nouveau takes it when it is not blacklisted, and
     nothing does when the module was not built or not signed. GPUs handed to virtual machines are left out."""
     loaded = machine.host.exists("/sys/module/nvidia")
@@ -44,20 +51,21 @@ def bound(machine: Machine) -> Result:
         else:
             evidence = f"{card.address} ({card.device}) has no driver and the nvidia module is not loaded"
             fix = "modprobe nvidia; if it does not load: dkms status, journalctl -k (Secure Boot: a rejected key)"
-        yield Finding(
-            code="TT001",
-            severity=Severity.ERROR,
-            action=Action.ASK,
-            title="a GPU is not run by the nvidia driver",
+        yield Seen(
             evidence=evidence,
-            cost="PyTorch does not see this GPU",
             fix=fix,
-            source="NVIDIA/gpu-operator#8",
         )
 
 
-@check("TT002", "driver module and libraries are of different versions")
-def versions(machine: Machine) -> Result:
+@rule(
+    "TT002",
+    "driver module and libraries are of different versions",
+    severity=Severity.ERROR,
+    action=Action.ASK,
+    cost="new jobs fail: CUDA and NVML refuse a module of another version",
+    source="NVIDIA driver README, API mismatch",
+)
+def versions(machine: Machine) -> Iterator[Seen | Unseen]:
     """The loaded module, the libraries and the module on disk belong together. After an upgrade without a reboot
     running jobs go on and each new one fails; when only the file on disk is newer, that comes with the next reload."""
     loaded = machine.text("/sys/module/nvidia/version")
@@ -68,15 +76,13 @@ def versions(machine: Machine) -> Result:
     disk = module_version(machine.host, kernel)
     other = {name: version for name, version in libraries.items() if version != loaded}
     if not libraries:
-        yield Unchecked(code="TT002", because="no libnvidia-ml.so.1 or libcuda.so.1 in the usual folders")
+        yield Unseen("no libnvidia-ml.so.1 or libcuda.so.1 in the usual folders")
     if other or disk not in ("", loaded):
         seen = [f"loaded module {loaded}", *(f"{name} {version}" for name, version in libraries.items())]
         if disk:
             seen.append(f"module on disk {disk}")
-        yield Finding(
-            code="TT002",
+        yield Seen(
             severity=Severity.ERROR if other else Severity.NOTICE,
-            action=Action.ASK,
             title="the driver was upgraded without a reboot",
             evidence=", ".join(seen),
             cost="new jobs fail: CUDA and NVML refuse a module of another version"
@@ -84,12 +90,18 @@ def versions(machine: Machine) -> Result:
             else "nothing yet; a reload of the module, as at the next boot, changes the version",
             fix="reboot; or, when nothing holds /dev/nvidia*, unload nvidia_uvm, nvidia_drm, nvidia_modeset and nvidia"
             " and load them again",
-            source="NVIDIA driver README, API mismatch",
         )
 
 
-@check("TT003", "the next kernel has no NVIDIA module")
-def next_kernel(machine: Machine) -> Result:
+@rule(
+    "TT003",
+    "the next kernel has no NVIDIA module",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="after the next reboot no GPU works",
+    source="NVIDIA/gpu-driver-container#44",
+)
+def next_kernel(machine: Machine) -> Iterator[Seen | Unseen]:
     """After a kernel upgrade the module has to be there for the new kernel too: DKMS may have failed, or its headers
     are missing. Debian calls the file nvidia-current.ko, NVIDIA's repository nvidia.ko; either will do."""
     host = machine.host
@@ -99,37 +111,33 @@ def next_kernel(machine: Machine) -> Result:
         return  # this host does not use NVIDIA's driver
     kernels = [name.removeprefix("vmlinuz-") for name in host.list("/boot") if name.startswith("vmlinuz-")]
     if not kernels:
-        yield Unchecked(code="TT003", because="no kernel in /boot, so the next one is not known")
+        yield Unseen("no kernel in /boot, so the next one is not known")
         return
     kernel = max(kernels, key=_natural)
     if not modules(host, kernel):
-        yield Finding(
-            code="TT003",
-            severity=Severity.WARNING,
-            action=Action.ASK,
+        yield Seen(
             title="the next boot has no NVIDIA module",
             evidence=f"newest kernel is {kernel}; no nvidia.ko or nvidia-current.ko under /lib/modules/{kernel}",
-            cost="after the next reboot no GPU works",
             fix=f"apt install linux-headers-{kernel} && dkms autoinstall -k {kernel}; then look at dkms status",
-            source="NVIDIA/gpu-driver-container#44",
         )
 
 
-@check("TT004", "/dev/nvidia-uvm is missing")
-def unified_memory(machine: Machine) -> Result:
+@rule(
+    "TT004",
+    "/dev/nvidia-uvm is missing",
+    severity=Severity.ERROR,
+    action=Action.AUTO,
+    cost="CUDA cannot start (error 999 or 'no CUDA GPUs are available') unless root starts the first job",
+    source="NVIDIA/enroot#106",
+)
+def unified_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     """CUDA opens /dev/nvidia-uvm first; nvidia-smi does not need it, so all looks well until a job starts."""
     if not machine.host.exists("/sys/module/nvidia") or machine.host.exists("/dev/nvidia-uvm"):
         return
     module = "loaded" if machine.host.exists("/sys/module/nvidia_uvm") else "not loaded"
-    yield Finding(
-        code="TT004",
-        severity=Severity.ERROR,
-        action=Action.AUTO,
-        title="/dev/nvidia-uvm is missing",
+    yield Seen(
         evidence=f"the nvidia module is loaded, nvidia_uvm is {module}, and there is no /dev/nvidia-uvm",
-        cost="CUDA cannot start (error 999 or 'no CUDA GPUs are available') unless root starts the first job",
         fix="nvidia-modprobe -u -c0 (package nvidia-modprobe); it makes device nodes and nothing else",
-        source="NVIDIA/enroot#106",
     )
 
 

@@ -1,4 +1,4 @@
-"""Small readers that several families of checks share: limits, mounts, settings of systemd and apt, units.
+"""Small readers that several families of checks share: limits, settings of systemd and apt, units.
 
 All of it is read from files, so that it works on a folder too, and without a bus.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torchtuned.checks.registry import Machine
 from torchtuned.errors import HostError, Missing
@@ -16,42 +15,6 @@ from torchtuned.errors import HostError, Missing
 UNLIMITED = 2**63
 UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 SLICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice", "/sys/fs/cgroup/unified/system.slice")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mount:
-    """A mounted file system, as /proc/PID/mountinfo tells. `options` are the file system's own, such as size=64m."""
-
-    point: str
-    device: str
-    kind: str
-    source: str
-    options: tuple[str, ...]
-
-    def option(self, name: str) -> str:
-        """The value of "name=value", "" without one."""
-        return next((text.partition("=")[2] for text in self.options if text.startswith(f"{name}=")), "")
-
-
-def mounts(machine: Machine, process: str) -> list[Mount]:
-    """What a process ("self", "1", a pid) sees mounted, in the order of mounting. Missing, Unreadable."""
-    found = []
-    for line in machine.host.read(f"/proc/{process}/mountinfo").splitlines():
-        left, _, right = line.partition(" - ")
-        words, (kind, source, options) = left.split(), right.split()[:3]
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), words[4])
-        found.append(Mount(point=point, device=words[2], kind=kind, source=source, options=tuple(options.split(","))))
-    return found
-
-
-def mount_of(found: list[Mount], path: str) -> Mount | None:
-    """The file system that a path lies on: the longest mount point above it, and of several there the last."""
-    best = None
-    for mount in found:
-        inside = mount.point == "/" or path == mount.point or path.startswith(mount.point + "/")
-        if inside and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
-    return best
 
 
 def amount(text: str) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchtuned import discover
-from torchtuned.checks.registry import Machine, Result, check
+from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError
-from torchtuned.findings import Action, Finding, Severity, Unchecked
+from torchtuned.findings import Action, Severity
 from torchtuned.gpus import Reading
 from torchtuned.nvidia import Function, persistenced
 from torchtuned.pci import DEVICES
@@ -33,47 +32,55 @@ COOL = "look at fans, airflow, dust and neighbours (nvidia-smi -q -d TEMPERATURE
 SUPPLY = "look at power cables, supplies and the chassis's power budget (BMC log)"
 
 
-def told(machine: Machine, code: str, field: str) -> Iterator[tuple[Reading, Any] | Unchecked]:
+def told(machine: Machine, field: str) -> Iterator[tuple[Reading, Any] | Unseen]:
     """Each GPU with the value of a field, or why there is none. A GPU that does not have the field is passed over."""
     for address, reading in machine.readings.items():
         if field in reading.values:
             yield reading, reading.values[field]
         elif reading.state == "asleep":
-            yield Unchecked(code=code, because=f"GPU {address} sleeps and is not woken for this")
+            yield Unseen(f"GPU {address} sleeps and is not woken for this")
         elif reading.state != "ok" or machine.gpus.status.state != "ok":
-            yield Unchecked(code=code, because=f"GPU {address}: {machine.gpus.status.text or 'NVML did not say'}")
+            yield Unseen(f"GPU {address}: {machine.gpus.status.text or 'NVML did not say'}")
 
 
-@check("TT005", "persistence mode is off")
-def persistence(machine: Machine) -> Result:
+@rule(
+    "TT005",
+    "persistence mode is off",
+    severity=Severity.NOTICE,
+    action=Action.AUTO,
+    cost="seconds at each first use of the GPU; nothing in steady state",
+    source="docs.nvidia.com/deploy/driver-persistence",
+)
+def persistence(machine: Machine) -> Iterator[Seen | Unseen]:
     """Without persistence mode the driver lets go of an unused GPU: each cold start of CUDA costs seconds, and locked
     clocks and limits are lost. A GPU that drives the boot display is kept awake by that and is left out."""
-    for item in told(machine, "TT005", "persistence_mode"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "persistence_mode"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, on = item
         if on or machine.text(f"{DEVICES}/{reading.address}/boot_vga") == "1":
             continue
         daemon = "runs" if persistenced(machine.host) else "does not run"
-        yield Finding(
-            code="TT005",
-            severity=Severity.NOTICE,
-            action=Action.AUTO,
-            title="persistence mode is off",
+        yield Seen(
             evidence=f"{named(reading)}: off; nvidia-persistenced {daemon}",
-            cost="seconds at each first use of the GPU; nothing in steady state",
             fix="persistence_mode = on under [gpu] in torchtuned.conf, or: systemctl enable --now nvidia-persistenced",
-            source="docs.nvidia.com/deploy/driver-persistence",
         )
 
 
-@check("TT006", "the PCIe link is narrower or slower than it could be")
-def link(machine: Machine) -> Result:
+@rule(
+    "TT006",
+    "the PCIe link is narrower or slower than it could be",
+    severity=Severity.WARNING,
+    action=Action.TELL,
+    cost="copies to and from the GPU, and between GPUs without NVLink, take longer in that proportion",
+    source="NVIDIA/NVSentinel#890",
+)
+def link(machine: Machine) -> Iterator[Seen | Unseen]:
     """The width and generation of the link under load against what GPU and slot can do, with all ports on the way.
     Idle GPUs slow their links down, so those are not judged."""
-    for item in told(machine, "TT006", "link"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "link"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, (generation, width) = item
@@ -82,28 +89,30 @@ def link(machine: Machine) -> Result:
         if not below:
             continue
         if not busy(reading):
-            yield Unchecked(code="TT006", because=f"GPU {reading.address} is idle, and a link is judged under load")
+            yield Unseen(f"GPU {reading.address} is idle, and a link is judged under load")
             continue
         what = f"x{width} of x{best_width}" if width < best_width else f"Gen{generation} of Gen{best_generation}"
-        yield Finding(
-            code="TT006",
-            severity=Severity.WARNING,
-            action=Action.TELL,
+        yield Seen(
             title=f"the PCIe link runs at {what}",
             evidence=f"{named(reading)} under load: Gen{generation} x{width}, possible Gen{best_generation}"
             f" x{best_width}; on the way: {path_of(machine, reading.address)}",
-            cost="copies to and from the GPU, and between GPUs without NVLink, take longer in that proportion",
             fix="reseat the card, check riser and slot (bifurcation in the firmware), then look again under load",
-            source="NVIDIA/NVSentinel#890",
         )
 
 
-@check("TT007", "a GPU is throttled")
-def throttled(machine: Machine) -> Result:
+@rule(
+    "TT007",
+    "a GPU is throttled",
+    severity=Severity.ERROR,
+    action=Action.TELL,
+    cost="the GPU computes at a fraction of its speed, and the slowest rank holds up all others",
+    source="docs.nvidia.com/deploy/nvml-api, clocks event reasons; Azure/azurehpc#595",
+)
+def throttled(machine: Machine) -> Iterator[Seen | Unseen]:
     """Slowdown by the hardware, by heat or by the power brake. An idle GPU, sync boost and a power cap near the limit
     are normal and say nothing."""
-    for item in told(machine, "TT007", "throttle"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "throttle"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, reasons = item
@@ -112,25 +121,28 @@ def throttled(machine: Machine) -> Result:
             continue
         bit, words = alarm
         hot = bit in (HW_THERMAL, SW_THERMAL)
-        yield Finding(
-            code="TT007",
+        yield Seen(
             severity=Severity.WARNING if bit == SW_THERMAL else Severity.ERROR,
-            action=Action.TELL,
             title=words,
             evidence=f"{named(reading)}: reasons 0x{reasons:x}, {reading.values.get('temperature', '?')} °C,"
             f" SM at {reading.values.get('sm_clock', '?')} of {reading.values.get('sm_clock_max', '?')} MHz",
-            cost="the GPU computes at a fraction of its speed, and the slowest rank holds up all others",
             fix=COOL if hot else SUPPLY,
-            source="docs.nvidia.com/deploy/nvml-api, clocks event reasons; Azure/azurehpc#595",
         )
 
 
-@check("TT008", "the power limit is below its default")
-def capped(machine: Machine) -> Result:
+@rule(
+    "TT008",
+    "the power limit is below its default",
+    severity=Severity.NOTICE,
+    action=Action.ASK,
+    cost="depends on the model; in published tests 80 per cent of the power kept 95 per cent of the speed",
+    source="docs.nvidia.com/deploy/nvml-api; pugetsystems.com, power limits",
+)
+def capped(machine: Machine) -> Iterator[Seen | Unseen]:
     """A limit that somebody set lower than the default, or one that the board enforces below what is set. It is never
     raised by torchtuned: it may be what the building's wiring allows."""
-    for item in told(machine, "TT008", "power_default"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "power_default"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, default = item
@@ -141,25 +153,27 @@ def capped(machine: Machine) -> Result:
         if min(limit, enforced) >= 0.95 * default:
             continue
         felt = busy(reading) and reading.values.get("throttle", 0) & SW_POWER_CAP
-        yield Finding(
-            code="TT008",
+        yield Seen(
             severity=Severity.WARNING if felt else Severity.NOTICE,
-            action=Action.ASK,
-            title="the power limit is below its default",
             evidence=f"{named(reading)}: limit {limit / 1000:g} W, in force {enforced / 1000:g} W,"
             f" default {default / 1000:g} W" + ("; it slows the GPU down now" if felt else ""),
-            cost="depends on the model; in published tests 80 per cent of the power kept 95 per cent of the speed",
             fix=f"if nobody wants it: nvidia-smi -i {reading.address} -pl {default // 1000}",
-            source="docs.nvidia.com/deploy/nvml-api; pugetsystems.com, power limits",
         )
 
 
-@check("TT009", "clocks are limited by an earlier setting")
-def clocks(machine: Machine) -> Result:
+@rule(
+    "TT009",
+    "clocks are limited by an earlier setting",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="the GPU computes slower, in that proportion",
+    source="NebuTech/NBMiner#661",
+)
+def clocks(machine: Machine) -> Iterator[Seen | Unseen]:
     """Application clocks below their default, or SM clocks that stay far below the maximum under load because of a
     setting: what an earlier tool left locked. No driver tells what clocks are locked, so that shows under load only."""
-    for item in told(machine, "TT009", "throttle"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "throttle"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, reasons = item
@@ -175,20 +189,21 @@ def clocks(machine: Machine) -> Result:
             )
         else:
             continue
-        yield Finding(
-            code="TT009",
-            severity=Severity.WARNING,
-            action=Action.ASK,
-            title="clocks are limited by an earlier setting",
+        yield Seen(
             evidence=f"{named(reading)}: {evidence}",
-            cost="the GPU computes slower, in that proportion",
             fix=f"if nobody wants it: nvidia-smi -i {reading.address} -rgc; nvidia-smi -i {reading.address} -rac",
-            source="NebuTech/NBMiner#661",
         )
 
 
-@check("TT011", "GPU memory waits for a repair")
-def memory(machine: Machine) -> Result:
+@rule(
+    "TT011",
+    "GPU memory waits for a repair",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="jobs may end with an ECC error until then",
+    source="docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt",
+)
+def memory(machine: Machine) -> Iterator[Seen | Unseen]:
     """Rows that the GPU will remap, or pages that it will retire, at the next reset; and rows that could not be
     remapped any more."""
     for reading in machine.readings.values():
@@ -201,41 +216,46 @@ def memory(machine: Machine) -> Result:
             fix = f"drain the GPU, then nvidia-smi -r -i {reading.address}, or reboot"
         else:
             continue
-        yield Finding(
-            code="TT011",
+        yield Seen(
             severity=severity,
-            action=Action.ASK,
             title=what,
             evidence=f"{named(reading)}: remapped rows correctable {rows.get('correctable', 0)}, uncorrectable"
             f" {rows.get('uncorrectable', 0)}, pending {'yes' if rows.get('pending') else 'no'},"
             f" pages pending {'yes' if reading.values.get('retired_pending') else 'no'}",
-            cost="jobs may end with an ECC error until then",
             fix=fix,
-            source="docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt",
         )
 
 
-@check("TT012", "a GPU does not answer")
-def answers(machine: Machine) -> Result:
+@rule(
+    "TT012",
+    "a GPU does not answer",
+    severity=Severity.ERROR,
+    action=Action.TELL,
+    cost="no job can use it; jobs that do may hang for ever",
+    source="docs.nvidia.com/deploy/xid-errors, Xid 79",
+)
+def answers(machine: Machine) -> Iterator[Seen | Unseen]:
     """A GPU that the kernel lists and the driver cannot reach: fallen off the bus, or hanging."""
     words = {"lost": "the GPU has fallen off the bus", "hung": "the driver does not answer for this GPU"}
     for reading in machine.readings.values():
         if reading.state in words:
             said = ", ".join(sorted({text for _, text in reading.errors.values()})) or "silence"
-            yield Finding(
-                code="TT012",
-                severity=Severity.ERROR,
-                action=Action.TELL,
+            yield Seen(
                 title=words[reading.state],
                 evidence=f"GPU {reading.address}: {said}",
-                cost="no job can use it; jobs that do may hang for ever",
                 fix="look for Xid in journalctl -k, check power cables and seating, reboot",
-                source="docs.nvidia.com/deploy/xid-errors, Xid 79",
             )
 
 
-@check("TT013", "NVSwitch without a running Fabric Manager")
-def fabric(machine: Machine) -> Result:
+@rule(
+    "TT013",
+    "NVSwitch without a running Fabric Manager",
+    severity=Severity.ERROR,
+    action=Action.ASK,
+    cost="CUDA fails with error 802 (system not yet initialized)",
+    source="pytorch/pytorch#35710",
+)
+def fabric(machine: Machine) -> Iterator[Seen | Unseen]:
     """GPUs behind NVSwitches need NVIDIA's Fabric Manager: without it CUDA starts with error 802 while nvidia-smi
     looks fine. A host without NVSwitch needs none."""
     switches = [f for f in machine.functions if is_switch(f)]
@@ -247,23 +267,26 @@ def fabric(machine: Machine) -> Result:
         return
     starting = bool(waiting) and all(states[address] == FABRIC_IN_PROGRESS for address in waiting)
     where = f"; not ready: {', '.join(waiting)}" if waiting else "; no nv-fabricmanager process"
-    yield Finding(
-        code="TT013",
+    yield Seen(
         severity=Severity.NOTICE if starting else Severity.ERROR,
-        action=Action.ASK,
         title="the NVLink fabric is starting" if starting else "NVSwitch without a running Fabric Manager",
         evidence=f"{len(switches)} NVSwitch{'es' if len(switches) > 1 else ''} ({switches[0].address}){where}",
-        cost="CUDA fails with error 802 (system not yet initialized)",
         fix="wait" if starting else "systemctl enable --now nvidia-fabricmanager, of exactly the driver's version",
-        source="pytorch/pytorch#35710",
     )
 
 
-@check("TT014", "MIG is half set up")
-def mig(machine: Machine) -> Result:
+@rule(
+    "TT014",
+    "MIG is half set up",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="CUDA does not see this GPU, or sees it in another shape than expected",
+    source="docs.nvidia.com/datacenter/tesla/mig-user-guide",
+)
+def mig(machine: Machine) -> Iterator[Seen | Unseen]:
     """MIG that is on without a device in it leaves the GPU unusable; a mode that waits for a reset is neither."""
-    for item in told(machine, "TT014", "mig"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "mig"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, state = item
@@ -277,60 +300,60 @@ def mig(machine: Machine) -> Result:
             fix += f" {reading.address} -mig 0"
         else:
             continue
-        yield Finding(
-            code="TT014",
-            severity=Severity.WARNING,
-            action=Action.ASK,
+        yield Seen(
             title=what,
             evidence=f"{named(reading)}: current {state['current']}, pending {state['pending']},"
             f" devices {len(state['uuids'])}",
-            cost="CUDA does not see this GPU, or sees it in another shape than expected",
             fix=fix,
-            source="docs.nvidia.com/datacenter/tesla/mig-user-guide",
         )
 
 
-@check("TT015", "the compute mode keeps jobs out")
-def compute_mode(machine: Machine) -> Result:
+@rule(
+    "TT015",
+    "the compute mode keeps jobs out",
+    severity=Severity.WARNING,
+    action=Action.ASK,
+    cost="a second process on this GPU fails",
+    source="pytorch/pytorch#3871",
+)
+def compute_mode(machine: Machine) -> Iterator[Seen | Unseen]:
     """EXCLUSIVE_PROCESS lets one process use the GPU, so a second rank or a debugger fails; PROHIBITED none."""
-    for item in told(machine, "TT015", "compute_mode"):
-        if isinstance(item, Unchecked):
+    for item in told(machine, "compute_mode"):
+        if isinstance(item, Unseen):
             yield item
             continue
         reading, mode = item
         if mode == "default" or f"gpu/{reading.address}/compute_mode" in machine.ours:
             continue
-        yield Finding(
-            code="TT015",
+        yield Seen(
             severity=Severity.ERROR if mode == "prohibited" else Severity.WARNING,
-            action=Action.ASK,
             title=f"the compute mode is {mode}",
             evidence=f"{named(reading)}: {mode}",
             cost="no CUDA job can use it" if mode == "prohibited" else "a second process on this GPU fails",
             fix=f"if nobody wants it: nvidia-smi -i {reading.address} -c DEFAULT",
-            source="pytorch/pytorch#3871",
         )
 
 
-@check("TT016", "nobody knows which CPUs are near a GPU")
-def locality(machine: Machine) -> Result:
+@rule(
+    "TT016",
+    "nobody knows which CPUs are near a GPU",
+    severity=Severity.NOTICE,
+    action=Action.TELL,
+    cost="jobs on these GPUs are not bound to CPUs; loaders on the wrong node cost up to a quarter of speed",
+    source="rapidsai/dask-cuda#1381",
+)
+def locality(machine: Machine) -> Iterator[Seen | Unseen]:
     """On a host with several NUMA nodes a GPU whose node neither the kernel nor NVML tells is bound to none, as node 0
     would be a guess. Virtual machines show it, and firmware without the tables."""
     if not machine.cards:
         return
-    found = discover.topology(machine.host, gpus=machine.gpus.facts())
+    found = machine.topology
     unknown = [gpu.address for gpu in found.gpus if gpu.locality == "unknown"]
     if unknown:
-        yield Finding(
-            code="TT016",
-            severity=Severity.NOTICE,
-            action=Action.TELL,
-            title="nobody knows which CPUs are near a GPU",
+        yield Seen(
             evidence=f"{', '.join(unknown)}: numa_node is -1, and NVML names no CPUs; the host has"
             f" {len([node for node in found.nodes if node.cpus])} nodes with CPUs",
-            cost="jobs on these GPUs are not bound to CPUs; loaders on the wrong node cost up to a quarter of speed",
             fix="in a virtual machine pass the topology on (QEMU: pxb-pcie with numa_node); else try a newer firmware",
-            source="rapidsai/dask-cuda#1381",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from torchtuned.checks.files import UNLIMITED, limit, settings_lines, size, uid, unit_of, user_name
@@ -103,7 +104,7 @@ def _tasks(machine: Machine, process: str, job: str) -> Iterator[Seen]:
             is_unit = unit.endswith((".slice", ".service", ".scope"))
             yield Seen(
                 evidence=f"{folder}/pids.max is {most}, {now} are in use",
-                fix=f"systemctl set-property {unit} TasksMax=infinity"
+                fix=f"systemctl set-property {shlex.quote(unit)} TasksMax=infinity"
                 if is_unit
                 else "raise the container's pids limit",
                 job=job,

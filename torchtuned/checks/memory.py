@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import amount, memory, mount_of, mounts, size, unit_runs
+from torchtuned.checks.files import amount, memory, size, unit_runs
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity
+from torchtuned.mounts import mount_of, mounts
 
 SHM = "/dev/shm"
 SHM_LEAST = 1 << 30
@@ -41,7 +43,7 @@ def shared_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     told = set()
     for process, job in viewers:
         try:
-            mount = mount_of(mounts(machine, process), SHM)
+            mount = mount_of(mounts(machine.host, process), SHM)
         except Missing:
             if process in ("self", "1"):
                 raise
@@ -115,7 +117,7 @@ def orphans(machine: Machine) -> Iterator[Seen | Unseen]:
     yield Seen(
         evidence=f"{SHM}: {len(left)} files with {size(total)}, mapped by no process: {', '.join(left[:3])}"
         + ("…" if len(left) > 3 else ""),
-        fix="rm " + " ".join(f"{SHM}/{name}" for name in left[:20]) + (" …" if len(left) > 20 else ""),
+        fix=shlex.join(["rm", "--", *(f"{SHM}/{name}" for name in left[:20])]) + (" …" if len(left) > 20 else ""),
     )
 
 

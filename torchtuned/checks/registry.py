@@ -1,9 +1,8 @@
 """How a family of checks adds itself, and what its checks get to look at.
 
-A family is a module of this folder whose functions carry @check(CODE, TITLE) or @rule(CODE, TITLE, ...);
-checks/__init__.py imports it, and that is all. A check takes the Machine and yields Findings and Unchecked, a rule Seen
-and Unseen, nothing when all is well. What it cannot read it may let rise: a HostError becomes an Unchecked. Its
-docstring is what `--explain CODE` shows.
+A family is a module of this folder whose functions carry @rule(CODE, TITLE, ...); checks/__init__.py imports it, and
+that is all. A rule takes the Machine and yields Seen and Unseen, nothing when all is well. What it cannot read it may
+let rise: a HostError becomes an Unchecked. Its docstring is what `--explain CODE` shows.
 """
 
 from __future__ import annotations
@@ -151,13 +150,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `run` may yield any number of findings, all with this code. `source` is "" where it differs."""
+    """One check. `run` may yield any number of findings, all with this code."""
 
     code: str
     title: str
     run: Callable[[Machine], Result]
-    source: str = ""
-    cost: str = ""
+    source: str
+    cost: str
 
     @property
     def explanation(self) -> str:
@@ -166,18 +165,6 @@ class Check:
 
 
 REGISTRY: dict[str, Check] = {}
-
-
-def check(code: str, title: str) -> Callable[[Callable[[Machine], Result]], Callable[[Machine], Result]]:
-    """Register the function as the check of that code (TT and three digits)."""
-
-    def add(run: Callable[[Machine], Result]) -> Callable[[Machine], Result]:
-        if code in REGISTRY:
-            raise ValueError(f"{code} is taken by {REGISTRY[code].title!r}")
-        REGISTRY[code] = Check(code, title, run)
-        return run
-
-    return add
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +194,8 @@ UNMEASURED = "unmeasured"
 def rule(
     code: str, title: str, *, severity: Severity, action: Action, cost: str, source: str, jobs: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Register the function as a check that says only what it saw; severity, class, cost and source are the rule's.
+    """Register the function as the check of that code (TT and three digits). It says only what it saw; severity,
+    class, cost and source are the rule's.
 
     `jobs`: it looks at running jobs, so it is unchecked where those are not known.
     """

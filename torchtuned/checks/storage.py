@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import mount_of, mounts, size
+from torchtuned.checks.files import size
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import Missing
 from torchtuned.findings import Action, Severity
+from torchtuned.mounts import mount_of, mounts
 
 PLACES = ("/", "/home", "/tmp", "/var/tmp")
 SHARE, LEAST = 0.05, 10 << 30  # a checkpoint of a 7B model with its optimizer is 80 GB; 10 GiB is too little for any
@@ -34,16 +36,17 @@ def nearly_full(machine: Machine) -> Iterator[Seen | Unseen]:
         if (space.total, space.free) in told or not space.total:
             continue
         told.add((space.total, space.free))
+        folder = shlex.quote(place)
         if space.free < SHARE * space.total and space.free < LEAST:
             yield Seen(
                 evidence=f"{place}: {size(space.free)} of {size(space.total)} left",
-                fix=f"du -xh --max-depth=2 {place} | sort -h | tail; old checkpoints, core dumps, pip and apt caches",
+                fix=f"du -xh --max-depth=2 {folder} | sort -h | tail; old checkpoints, core dumps, pip and apt caches",
             )
         elif space.files and space.files_free < SHARE * space.files:
             yield Seen(
                 title="a file system has hardly any inodes left",
                 evidence=f"{place}: {space.files_free} of {space.files} inodes left",
-                fix=f"du -x --inodes --max-depth=2 {place} | sort -n | tail; pack small files into shards (tar)",
+                fix=f"du -x --inodes --max-depth=2 {folder} | sort -n | tail; pack small files into shards (tar)",
             )
 
 
@@ -93,7 +96,7 @@ def compile_cache(machine: Machine) -> Iterator[Seen | Unseen]:
     caches = [name for name in machine.host.list("/tmp") if re.match(r"torchinductor_|triton", name)]
     if not caches:
         return
-    mount = mount_of(mounts(machine, "self" if machine.caller else "1"), "/tmp")
+    mount = mount_of(mounts(machine.host, "self" if machine.caller else "1"), "/tmp")
     if mount is not None and mount.kind == "tmpfs":
         yield Seen(
             evidence=f"/tmp is a tmpfs and holds {', '.join(caches[:3])}",

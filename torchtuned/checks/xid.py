@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torchtuned.checks.registry import Machine, Result, check
+from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import Missing
-from torchtuned.findings import Action, Finding, Severity, Unchecked
+from torchtuned.findings import Action, Severity
 from torchtuned.host import Host
 
 LOG = "/var/log/dmesg"  # of a machine that is a folder; a real one has a journal
@@ -85,8 +85,15 @@ COST = {
 SEVERITY = {Side.JOB: Severity.NOTICE, Side.AFTER: Severity.NOTICE}
 
 
-@check("TT010", "the driver reported errors (Xid)")
-def reported(machine: Machine) -> Result:
+@rule(
+    "TT010",
+    "the driver reported errors (Xid)",
+    severity=Severity.ERROR,
+    action=Action.TELL,
+    cost="by the side it comes from: the job's end, or a GPU that stays unusable",
+    source="docs.nvidia.com/deploy/xid-errors",
+)
+def reported(machine: Machine) -> Iterator[Seen | Unseen]:
     """Xid codes of this boot from the kernel log, by GPU, with the side that each comes from: the job, the driver,
     the GPU's memory, or hardware and power."""
     if not machine.cards:
@@ -94,7 +101,7 @@ def reported(machine: Machine) -> Result:
     try:
         lines = list(kernel_log(machine.host))
     except Missing as missing:
-        yield Unchecked(code="TT010", because=missing.what)
+        yield Unseen(missing.what)
         return
     seen: Counter[tuple[str, int]] = Counter()
     last: dict[tuple[str, int], str] = {}
@@ -106,15 +113,12 @@ def reported(machine: Machine) -> Result:
     for (where, code), times in sorted(seen.items()):
         meaning = XIDS.get(code, UNKNOWN)
         said = f"; the last said: {last[where, code]}" if last[where, code] else ""
-        yield Finding(
-            code="TT010",
+        yield Seen(
             severity=SEVERITY.get(meaning.side, Severity.ERROR),
-            action=Action.TELL,
             title=f"Xid {code}: {meaning.what} ({meaning.side})",
             evidence=f"GPU {where}, {times} time{'s' if times > 1 else ''} since boot{said}",
             cost=COST[meaning.side],
             fix=meaning.fix.replace("ADDRESS", where),
-            source="docs.nvidia.com/deploy/xid-errors",
         )
 
 

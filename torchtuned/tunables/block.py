@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 
 from torchtuned.errors import HostError
 from torchtuned.host import Host
+from torchtuned.mounts import BLOCK, beneath, device_of, mounts
 from torchtuned.policy import Wish
 from torchtuned.tunables import BracketKnob, Knob
 
-BLOCK = "/sys/block"
-MOUNTS = "/proc/1/mountinfo"
 NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
 PAGE_KB = 4
 
@@ -65,11 +64,8 @@ def _means(host: Host, match: Mapping[str, str], device: str) -> bool:
     elif device.startswith(NOT_DISKS):
         return False
     if "rotational" in match:
-        try:
-            rotational = host.read(f"{BLOCK}/{device}/queue/rotational") == "1"
-        except HostError:
-            return False
-        if rotational != (match["rotational"] == "yes"):
+        wanted = "1" if match["rotational"] == "yes" else "0"
+        if host.text(f"{BLOCK}/{device}/queue/rotational") != wanted:
             return False
     return "mount" not in match or any(device in _under(host, mount) for mount in match["mount"].split())
 
@@ -85,48 +81,16 @@ def _named(host: Host, device: str, pattern: str) -> bool:
     return fnmatchcase(device, name) or host.exists(f"{BLOCK}/{device}/{name}/partition")
 
 
-def _under(host: Host, mount: str) -> set[str]:
-    """The device that a mount point is on, and those beneath it (a crypt, LVM or RAID device has its own queue)."""
-    found: set[str] = set()
-    new = {name for name in (_mounted(host, mount),) if name}
-    while new:
-        found |= new
-        new = {_disk_of(host, lower) for name in new for lower in host.list(f"{BLOCK}/{name}/slaves")} - found
+def _under(host: Host, mount: str) -> list[str]:
+    """The device that a mount point is on by PID 1's table (the last mount, if several lie there), and those beneath
+    it: a crypt, LVM or RAID device has its own queue.
+    """
+    try:
+        table = mounts(host, "1")
+    except HostError:
+        return []
+    here = [found for found in table if found.point in (mount, mount.rstrip("/"))]
+    found = [device for device in (device_of(host, place) for place in here[-1:]) if device]
+    for name in found:
+        found += [disk for disk in beneath(host, name) if disk not in found]
     return found
-
-
-def _mounted(host: Host, mount: str) -> str:
-    """The block device of a mount point by PID 1's table, the last mount if several lie on it; "" if none."""
-    found = ""
-    try:
-        lines = host.read(MOUNTS).splitlines()
-    except HostError:
-        return ""
-    for line in lines:
-        fields = line.split(" ")
-        point = fields[4].replace("\\040", " ")
-        if point == mount.rstrip("/") or point == mount:
-            number, source = fields[2], fields[fields.index("-") + 2]
-            found = _by_number(host, number) or _disk_of(host, _device_name(host, source))
-    return found
-
-
-def _by_number(host: Host, number: str) -> str:
-    try:
-        return _disk_of(host, posixpath.basename(host.link(f"/sys/dev/block/{number}")))
-    except HostError:
-        return ""  # btrfs and others mount under a number of their own
-
-
-def _device_name(host: Host, source: str) -> str:
-    try:
-        return posixpath.basename(host.link(source))
-    except HostError:
-        return posixpath.basename(source)
-
-
-def _disk_of(host: Host, name: str) -> str:
-    """The disk of a partition; any other device is its own."""
-    if host.exists(f"{BLOCK}/{name}"):
-        return name
-    return next((disk for disk in host.list(BLOCK) if host.exists(f"{BLOCK}/{disk}/{name}")), name)
