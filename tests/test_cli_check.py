@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from fakes.sound import CG, SESSION, build
 
 from torchtuned.checks import REGISTRY, reading
-from torchtuned.cli.check import running
 from torchtuned.cli import main as cli
+from torchtuned.cli.check import running
 
 SHM = {"proc/sys/vm/overcommit_memory": "2\n", "proc/sys/vm/max_map_count": "65530\n"}
 
@@ -49,6 +50,23 @@ def test_words_fit_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
     assert "2 faults; 1 to consider" in out
+
+
+def test_names_of_others_are_neither_commands_of_the_terminal_nor_of_the_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "torch_9\x1b]0;x\x07\x9b2J; touch $HOME"
+    root = build(tmp_path, {f"dev/shm/{name}": "x"}).root
+    assert cli.main(["check", "--sysroot", str(root)]) == 1
+    out = capsys.readouterr().out
+    assert "torch_9?]0;x??2J" in out.replace("\n", "")
+    assert not {"\x1b", "\x07", "\x9b"} & set(out)
+    cli.main(["check", "--sysroot", str(root), "--json"])
+    text = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+    [finding] = json.loads(text)["findings"]
+    assert finding["code"] == "TT023"
+    assert shlex.split(finding["fix"]) == ["rm", "--", f"/dev/shm/{name}"]
 
 
 @pytest.mark.parametrize("code", sorted(REGISTRY))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from torchtuned.cli import render
@@ -77,3 +79,29 @@ def test_a_plan_fits_80_columns_and_keeps_every_word(
     for text in ("/etc/sysctl.", "balance_", "defer+madvise", "[bold]", "notonthismachine:cpu/*/boost"):
         assert text in flat
     assert "\x1b" not in out
+
+
+EVIL = "MIG-\x1b]52;c;x\x07\x9b2J\r\x7f"
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda: render.table(("Name",), [(EVIL,)]),
+        lambda: render.facts(EVIL, [(EVIL, EVIL)]),
+        lambda: render.plan(
+            [row(f"{EVIL}/a", current=EVIL, reason=EVIL), row(EVIL, current="", outcome="unsupported")]
+        ),
+        lambda: render.wishes([{"knob": EVIL, "wanted": EVIL, "when": EVIL, "reason": EVIL}]),
+        lambda: render.drawing([((EVIL, "bold"), (EVIL, ""))]),
+    ],
+    ids=["table", "facts", "plan", "wishes", "drawing"],
+)
+def test_nothing_that_is_printed_steers_the_terminal(
+    show: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job's user chooses what its warnings quote, and root reads them."""
+    show()
+    out = capsys.readouterr().out
+    assert "MIG-?" in out
+    assert all(letter.isprintable() or letter == "\n" for letter in out), ascii(out)

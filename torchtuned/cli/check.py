@@ -135,13 +135,11 @@ def running(objects: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[R
 
 
 def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
-    from rich.text import Text
-
     out = render.console()
     for document in found:
         about = f", job {document['job']}" if document.get("job") else ""
-        head = Text(f"{document['code']} {document['severity']}", style=STYLES.get(document["severity"], "bold"))
-        out.print(head.append(Text(f"  {document['title']}{about}", style="bold default")))
+        head = render.text(f"{document['code']} {document['severity']}", STYLES.get(document["severity"], "bold"))
+        out.print(head.append(render.text(f"  {document['title']}{about}", "bold default")))
         fix = f"{document['fix']}  [{document['class']}: {CLASSES.get(document['class'], 'torchtuned')}]"
         rows = [("seen", document["evidence"]), ("costs", document.get("cost", "")), ("mend", fix)]
         render.facts("", [(word, text) for word, text in rows if text])
@@ -149,7 +147,7 @@ def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
     for document in unchecked:
         reasons.setdefault(document["because"], []).append(document["code"])
     if reasons:
-        out.print(Text("could not be checked", style="bold"))
+        out.print(render.text("could not be checked", "bold"))
         render.facts("", [(_codes(codes), f"because {reason}") for reason, codes in reasons.items()])
     faults = sum(document["severity"] in ("error", "warning") for document in found)
     tuning = len(found) - faults

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from torchtuned.client import printable
 
 SCHEMA = 1  # of every --json document; raised when a key changes its meaning or goes away
 FINE, FINDINGS, USAGE, UNREACHABLE = 0, 1, 2, 69
@@ -32,10 +35,11 @@ class Command:
 
 def print_json(document: object) -> None:
     """Print one document of a reading command, readable by people too."""
-    json.dump(document, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    # JSON lets DEL and the control characters above it stand, some terminals take them for commands
+    sys.stdout.write(re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
 
 
 def note(text: str) -> None:
     """Say something beside the answer, so that a pipe still gets the answer alone."""
-    print(f"torchtuned: {text}", file=sys.stderr)
+    print(f"torchtuned: {printable(text)}", file=sys.stderr)

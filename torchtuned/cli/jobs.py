@@ -13,7 +13,7 @@ from torchtuned import discover
 from torchtuned.cli import machine_map, render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
 from torchtuned.cli.machine import host_of
-from torchtuned.client import Client
+from torchtuned.client import Client, printable
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.environment import RANKS
 from torchtuned.errors import DaemonUnreachable, HostError
@@ -77,16 +77,16 @@ def _print_jobs(found: Sequence[Properties]) -> None:
             (
                 str(job.get("id")),
                 user_name(job.get("uid")),
-                _command(job.get("pid")),
+                command_of(job.get("pid")),
                 str(job.get("state")),
                 f"{job.get('cpus')}",
-                ", ".join(_texts(job.get("gpus"))) or "none",
+                ", ".join(texts(job.get("gpus"))) or "none",
                 str(job.get("confinement")),
                 since(job.get("since")),
             )
         )
     render.table(("Job", "User", "Command", "State", "CPUs", "GPUs", "Held by", "Since"), rows, styles=("bold",))
-    warnings = [(f"job {job.get('id')}", text) for job in found for text in _texts(job.get("warnings"))]
+    warnings = [(f"job {job.get('id')}", text) for job in found for text in texts(job.get("warnings"))]
     if warnings:
         render.facts("", warnings)
 
@@ -100,7 +100,7 @@ def _processes(host: Host, job: Properties) -> list[dict[str, object]]:
     from torchtuned import processes  # psutil takes longer to import than the rest of a listing
 
     given = parse_list(str(job.get("cpus", "")))
-    leader = _int(job.get("pid"))
+    leader = whole(job.get("pid"))
     shares = _shares(host, leader)
     held = job.get("state") == "running" and job.get("confinement") != "none"
     found: list[dict[str, object]] = []
@@ -114,7 +114,7 @@ def _processes(host: Host, job: Properties) -> list[dict[str, object]]:
         found.append(
             {
                 "pid": pid,
-                "command": _command(pid),
+                "command": command_of(pid),
                 "threads": len(masks),
                 "wanted": format_list(wanted),
                 "cpus": format_list(has),
@@ -128,10 +128,7 @@ def _processes(host: Host, job: Properties) -> list[dict[str, object]]:
 def _shares(host: Host, leader: int) -> list[CpuSet]:
     """The CPUs of each rank of a job, as torchtuned-run told its launcher (CPUS/THREADS/GPU;...). Other users' jobs
     keep that to themselves."""
-    try:
-        variables = host.read(f"/proc/{leader}/environ").split("\0")
-    except HostError:
-        return []
+    variables = host.text(f"/proc/{leader}/environ").split("\0")
     told = next((text.partition("=")[2] for text in variables if text.startswith(f"{RANKS}=")), "")
     try:
         return [parse_list(row.partition("/")[0]) for row in told.split(";") if row]
@@ -299,9 +296,9 @@ def draw_map(args: argparse.Namespace) -> int:
         return FINE
     owners = [
         machine_map.Owner(
-            label=f"job {job.get('id')}, {user_name(job.get('uid'))}: {_command(job.get('pid'))[:40]}",
+            label=f"job {job.get('id')}, {user_name(job.get('uid'))}: {command_of(job.get('pid'))[:40]}",
             cpus=parse_list(str(job.get("cpus", ""))),
-            gpus=_texts(job.get("gpus")),
+            gpus=texts(job.get("gpus")),
         )
         for job in found
         if job.get("state") != "queued"
@@ -315,32 +312,31 @@ def draw_map(args: argparse.Namespace) -> int:
 
 def user_name(uid: object) -> str:
     try:
-        return pwd.getpwuid(_int(uid)).pw_name
+        return pwd.getpwuid(whole(uid)).pw_name
     except (KeyError, OverflowError):
         return str(uid)
 
 
 def since(microseconds: object) -> str:
     """A time of today as a time, another one as a date with the time."""
-    when = datetime.fromtimestamp(_int(microseconds) / 1e6, tz=UTC).astimezone()
+    when = datetime.fromtimestamp(whole(microseconds) / 1e6, tz=UTC).astimezone()
     today = datetime.now(tz=UTC).astimezone().date()
     return f"{when:%H:%M:%S}" if when.date() == today else f"{when:%Y-%m-%d %H:%M}"
 
 
-def _command(pid: object) -> str:
+def command_of(pid: object) -> str:
     """The command line of a process, as a person would have typed it, cut at 60 characters; its PID when it is gone."""
-    try:
-        words = Host().read(f"/proc/{_int(pid)}/cmdline").split("\0")
-    except HostError:
-        return f"process {pid}"
+    words = Host().text(f"/proc/{whole(pid)}/cmdline", f"process {pid}").split("\0")
     words[0] = os.path.basename(words[0])
-    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(words))
+    text = printable(" ".join(words).replace("\n", "?"))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def texts(value: object) -> tuple[str, ...]:
+    """A list from the bus as texts; none for anything else."""
     return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
-def _int(value: object) -> int:
+def whole(value: object) -> int:
+    """A number from the bus; 0 for anything else."""
     return value if isinstance(value, int) else 0

@@ -24,6 +24,7 @@ from torchtuned.cli import policy as cli_policy
 from torchtuned.cli import report as cli_report
 from torchtuned.cli import top as cli_top
 from torchtuned.cli.command import FINDINGS, USAGE, Command
+from torchtuned.client import printable
 from torchtuned.errors import TorchtunedError
 
 PROGRAM = "torchtuned"
@@ -291,6 +292,6 @@ def _drop_output() -> None:
 
 def _say(text: str) -> None:
     try:
-        print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+        print(f"{PROGRAM}: {printable(text, len(text))}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
         pass  # stderr is gone as well: the exit status still tells

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchtuned.cli.machine_map import Line
+from torchtuned.client import printable
 from torchtuned.cpuset import format_list
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 OUTCOME_STYLES = {
     "applied": "green",
@@ -38,22 +40,27 @@ def console() -> Console:
     return Console(markup=False, highlight=False, emoji=False)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, styles: Sequence[str] = ()) -> None:
-    """Print rows under headings. A cell too long for its column goes on below, whole; `styles` is one per column."""
+def text(words: str, style: str = "") -> Text:
+    """Words for the terminal. They may come from other users (variables, names of processes and files), and what a
+    terminal would take for a command is replaced: everything that is printed goes through here.
+    """
     from rich.text import Text
 
+    return Text(printable(words, len(words)), style=style)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, styles: Sequence[str] = ()) -> None:
+    """Print rows under headings. A cell too long for its column goes on below, whole; `styles` is one per column."""
     grid = _grid()
     for index, heading in enumerate(headings):
         grid.add_column(heading, style=styles[index] if index < len(styles) else "", overflow="fold")
     for row in rows:
-        grid.add_row(*map(Text, row))
+        grid.add_row(*map(text, row))
     console().print(grid)
 
 
 def plan(rows: Sequence[Row]) -> None:
     """Print the rows of a plan, alike ones as one. What the machine does not have is named in a line at the end."""
-    from rich.text import Text
-
     out = console()
     wide = out.width >= 110
     grid = _grid()
@@ -67,20 +74,20 @@ def plan(rows: Sequence[Row]) -> None:
             absent.append(name)
             continue
         why = ", ".join(filter(None, (row["reason"], row["source"] if row["outcome"] == "foreign" else "")))
-        outcome = Text(fold(f"{row['outcome']}: {why}" if why else row["outcome"], 60 if wide else 20))
+        outcome = text(fold(f"{row['outcome']}: {why}" if why else row["outcome"], 60 if wide else 20))
         outcome.stylize(OUTCOME_STYLES.get(row["outcome"], ""), 0, len(row["outcome"]))
         cells = (fold(name, 48 if wide else 28), *(fold(row[key], 28 if wide else 12) for key in ("current", "wanted")))
-        grid.add_row(*map(Text, cells), outcome)
+        grid.add_row(*map(text, cells), outcome)
     if grid.row_count:
         out.print(grid)
     if absent:
-        out.print(Text(f"not on this machine: {', '.join(absent)}", style="dim"))
+        out.print(text(f"not on this machine: {', '.join(absent)}", "dim"))
 
 
-def fold(text: str, width: int) -> str:
+def fold(words: str, width: int) -> str:
     """Break a text into lines at blanks and after the signs that names and values are made of."""
     lines = [""]
-    for word in re.split(r"(?<= )|(?<=[^ /][/|_.,;:])", text):
+    for word in re.split(r"(?<= )|(?<=[^ /][/|_.,;:])", words):
         if lines[-1] and len(lines[-1]) + len(word.rstrip()) > width:
             lines[-1] = lines[-1].rstrip()
             lines.append("")
@@ -111,32 +118,29 @@ def gather(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 def facts(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Print what is known of one thing, under its name if it has one: a word, and beside it the text, folded."""
     from rich.table import Table
-    from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1, overflow="fold")
-    for word, text in rows:
-        grid.add_row(Text("  " + word), Text(text))
+    for word, words in rows:
+        grid.add_row(text("  " + word), text(words))
     out = console()
     if title:
-        out.print(Text(title, style="bold"))
+        out.print(text(title, "bold"))
     out.print(grid)
 
 
 def wishes(rows: Sequence[Row]) -> None:
     """Print what a profile wants, and below each value why."""
     from rich.padding import Padding
-    from rich.text import Text
 
     out = console()
     for row in rows:
         kept = row["wanted"] == "keep"
-        text = Text(row["knob"], style="dim" if kept else "bold")
-        text.append(Text(" is left as it is" if kept else f" = {row['wanted']}, {row['when']}", style="default"))
-        out.print(text)
+        line = text(row["knob"], "dim" if kept else "bold")
+        out.print(line.append(text(" is left as it is" if kept else f" = {row['wanted']}, {row['when']}", "default")))
         if row["reason"]:
-            out.print(Padding(Text(row["reason"]), (0, 0, 0, 4)))
+            out.print(Padding(text(row["reason"]), (0, 0, 0, 4)))
 
 
 def _grid() -> Table:
@@ -152,7 +156,7 @@ def drawing(lines: Iterable[Line]) -> None:
 
     out = console()
     for line in lines:
-        out.print(Text.assemble(*line), soft_wrap=True)
+        out.print(Text().join(text(words, style) for words, style in line), soft_wrap=True)
 
 
 def clear() -> None:

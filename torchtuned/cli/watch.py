@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtuned.cli.jobs import GPU, JOB, Properties, _command, _int, _texts, of_kind, user_name
+from torchtuned.cli.jobs import GPU, JOB, Properties, command_of, of_kind, texts, user_name, whole
 from torchtuned.client import Client
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import DaemonUnreachable, HostError
@@ -110,20 +110,20 @@ class Watcher:
     def _read(self, job: Properties) -> Figures:
         if job.get("state") != "running":
             return {}
-        key, pid = str(job.get("id")), _int(job.get("pid"))
+        key, pid = str(job.get("id")), whole(job.get("pid"))
         if key not in self._cgroups:
             self._cgroups[key] = accounting.cgroup_of(self._host, pid, str(job.get("scope", "")))
         return accounting.of_job(self._host, pid, self._cgroups[key])
 
     def _row(self, job: Properties, reading: _Reading, before: _Reading | None) -> Row:
         cpus = parse_list(str(job.get("cpus", "")))
-        figures, gpus = reading.figures, _texts(job.get("gpus"))
+        figures, gpus = reading.figures, texts(job.get("gpus"))
         used, held = (_rate(reading, before, "cpu", name) for name in ("usage_s", "throttled_s"))
         cpu, memory, io = (within(figures, "pressure", what, "some_10") for what in ("cpu", "memory", "io"))
         return Row(
             job=str(job.get("id")),
             user=user_name(job.get("uid")),
-            command=_command(job.get("pid")),
+            command=command_of(job.get("pid")),
             state=str(job.get("state")),
             cpus=str(job.get("cpus")),
             busy=None if used is None or not cpus else 100 * used / len(cpus),
@@ -134,7 +134,7 @@ class Watcher:
             gpus={address: self._gpus.now.get(address) for address in gpus},
             near=self._nearness(gpus, cpus),
             confinement=str(job.get("confinement")),
-            since=_int(job.get("since")),
+            since=whole(job.get("since")),
         )
 
     def _nearness(self, gpus: tuple[str, ...], cpus: CpuSet) -> str:
