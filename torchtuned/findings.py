@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+UNCHECKED = "unchecked"  # in the place of a severity, where nobody could look
+
 
 class Severity(StrEnum):
     """ERROR: training fails or is wrong. WARNING: it is slower than it need be, or at risk. NOTICE: worth knowing."""
@@ -64,5 +66,18 @@ class Unchecked:
     because: str
 
     def document(self) -> dict[str, str]:
-        """As `torchtuned check --json` and D-Bus have it."""
+        """As `torchtuned check --json` has it."""
         return {"code": self.code, "because": self.because}
+
+    def row(self) -> dict[str, str]:
+        """As D-Bus has it, among the findings: with a severity of its own, UNCHECKED."""
+        return {
+            "code": self.code,
+            "severity": UNCHECKED,
+            "class": str(Action.TELL),
+            "title": "could not be checked",
+            "evidence": self.because,
+            "cost": "",
+            "fix": "",
+            "source": "",
+        }

@@ -1,4 +1,7 @@
-"""The checks as the daemon runs them: as root, in a thread, for whoever asks, and not once for each who asks.
+"""The checks as the daemon runs them: in a thread, for whoever asks, and not once for each who asks.
+
+Its unit gives it a /tmp of its own, no /home, and not the capabilities to look into the processes of users, so what is
+to be judged by these is left out here and said to be: `torchtuned check` looks as the user who runs it, whose they are.
 
 Looking is free for everybody and takes a second or two, so those who ask meanwhile share the answer, and it stays good
 for a few seconds.
@@ -10,13 +13,25 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from torchtuned.checks import Running, run_checks
-from torchtuned.findings import Finding
+from torchtuned.checks import REGISTRY, Running, run_checks
+from torchtuned.findings import Finding, Unchecked
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.jobs import Job, State
 
 FRESH_S = 10.0
+
+PROCESSES = "the daemon may not look into the processes of users"
+HIDDEN = {
+    "TT018": PROCESSES,  # /proc/PID/fd
+    "TT023": PROCESSES,  # /proc/PID/maps
+    "TT032": "the daemon does not see /home",
+    "TT034": "the daemon does not see the /tmp of others",
+    "TT065": PROCESSES,  # /proc/PID/fd
+    "TT069": "the daemon does not see the /tmp of others",
+    "TT071": PROCESSES,  # /proc/PID/environ
+}
+"""Checks that would judge the daemon's own sandbox (systemd/torchtuned.service) instead of the machine, and why."""
 
 
 def running(job: Job) -> Running:
@@ -32,17 +47,27 @@ def running(job: Job) -> Running:
 
 
 class HostChecks:
-    """`jobs` and `ours` are asked when a look begins: the table of jobs, and the knobs that torchtuned has set."""
+    """`jobs` and `ours` are asked when a look begins: the table of jobs, and the knobs that torchtuned has set.
+
+    In a machine that is a folder nothing is hidden.
+    """
 
     def __init__(
         self, host: Host, gpus: Gpus, *, jobs: Callable[[], Iterable[Job]], ours: Callable[[], Collection[str]]
     ) -> None:
         self._host, self._gpus, self._jobs, self._ours = host, gpus, jobs, ours
-        self._look: asyncio.Future[list[Finding]] | None = None
+        self._look: asyncio.Future[tuple[list[Finding], list[Unchecked]]] | None = None
         self._ended = 0.0
 
     async def findings(self) -> list[Finding]:
-        """What is wrong with the host and its running jobs."""
+        """What is wrong with the host and its running jobs, as far as the daemon can see."""
+        return (await self._shared())[0]
+
+    async def unchecked(self) -> list[Unchecked]:
+        """Where it could not look, in the same look."""
+        return (await self._shared())[1]
+
+    async def _shared(self) -> tuple[list[Finding], list[Unchecked]]:
         look = self._look
         if look is None or (look.done() and (look.cancelled() or look.exception() or self._stale())):
             self._look = look = asyncio.ensure_future(self._ask())
@@ -51,11 +76,14 @@ class HostChecks:
     def _stale(self) -> bool:
         return time.monotonic() - self._ended > FRESH_S
 
-    async def _ask(self) -> list[Finding]:
+    async def _ask(self) -> tuple[list[Finding], list[Unchecked]]:
         jobs = [running(job) for job in self._jobs() if job.state is State.RUNNING]
         ours = frozenset(self._ours())
-        found, _ = await asyncio.to_thread(
-            lambda: run_checks(self._host, self._gpus, ours=ours, caller=False, jobs=jobs)
+        hidden = HIDDEN if self._host.real else {}
+        codes = [code for code in REGISTRY if code not in hidden]
+        found, unchecked = await asyncio.to_thread(
+            lambda: run_checks(self._host, self._gpus, codes, ours=ours, caller=False, jobs=jobs)
         )
         self._ended = time.monotonic()
-        return found
+        left_out = [Unchecked(code=code, because=f"{why}: torchtuned check does") for code, why in hidden.items()]
+        return found, sorted([*unchecked, *left_out], key=lambda item: item.code)

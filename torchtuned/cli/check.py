@@ -22,7 +22,7 @@ from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
-from torchtuned.findings import Severity
+from torchtuned.findings import UNCHECKED, Severity
 from torchtuned.gpus import Gpus
 from torchtuned.policy import Outcome
 
@@ -110,6 +110,7 @@ def _ask_daemon() -> tuple[list[Running], frozenset[str], list[Document]]:
     documents = [
         {"cost": "", **{key: str(value) for key, value in item.items()}}
         for item in (found if isinstance(found, list) else [])
+        if item.get("severity") != UNCHECKED  # what neither could look at is told in this command's own words
     ]
     return jobs, ours, documents
 
