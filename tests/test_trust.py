@@ -38,7 +38,7 @@ GOOD: dict[str, Any] = {
 
 def test_a_good_grant_comes_back_whole() -> None:
     assert trusted(GOOD, MASK) == {**GOOD, "cpu_max": None, "gpus_alike": False, "limits": {}, "env_profiles": []}
-    more = {"cpu_max": 2, "gpus_alike": True, "limits": {"nofile": "hard", "core": "0"}, "env_profiles": ["cpu"]}
+    more = {"cpu_max": 2, "gpus_alike": True, "limits": {"core": "0", "oom_score_adj": "-5"}, "env_profiles": ["cpu"]}
     assert trusted({**GOOD, **more}, MASK) == {**GOOD, **more}
 
 

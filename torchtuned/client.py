@@ -114,6 +114,12 @@ class Client:
         """
         return self._call((SERVICE, path, interface), member, signature, args, timeout_s)
 
+    def ask(
+        self, target: tuple[str, str, str], member: str, signature: str, *args: object, timeout_s: float
+    ) -> list[object]:
+        """Call a method of another service; `target` is (service, path, interface). Raises as call() does."""
+        return self._call(target, member, signature, args, timeout_s)
+
     def properties(self, path: str, interface: str) -> dict[str, object]:
         """All properties of one interface of one object."""
         return _dict(self.call(path, "org.freedesktop.DBus.Properties", "GetAll", "s", interface)[0])

@@ -153,6 +153,12 @@ def limit(text: str) -> str:
     return text if text in ("keep", "hard", "infinity") else number(0, 2**63 - 1)(text)
 
 
+def oom_score_adj(text: str) -> str:
+    if text != "keep" and not (re.fullmatch(r"-?[0-9]{1,4}", text) and -1000 <= int(text) <= 1000):
+        raise ValueError(f"{text!r} is neither keep nor a whole number from -1000 to 1000")
+    return text if text == "keep" else str(int(text))
+
+
 def watch_list(text: str) -> str:
     """PCI devices as VENDOR:CLASS, four hexadecimal digits each."""
     pairs = [] if text == "none" else text.lower().replace(",", " ").split()
@@ -219,6 +225,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "limit_nofile": Key(limit, "hard"),
         "limit_memlock": Key(limit, "keep"),
         "limit_core": Key(limit, "keep"),
+        "limit_oom_score_adj": Key(oom_score_adj, "keep"),
     },
     "env": {"omp_max_gpu": Key(number(1, cpuset.LIMIT), "8"), "profiles": Key(several(*ENV_PROFILES))},
 }

@@ -27,6 +27,7 @@ SIGNATURES = {
     "CheckAuthorization": "(sa{sv})sa{ss}us",
     "CancelCheckAuthorization": "s",
     "Inhibit": "ssss",
+    "SetLinger": "ubb",
     "HoldProfile": "sss",
     "ReleaseProfile": "u",
 }
@@ -64,6 +65,9 @@ class Desktop:
         if SIGNATURES.get(member) != message.signature:
             self.bus.send(Message.new_error(message, "org.freedesktop.DBus.Error.UnknownMethod", f"no {member}"))
             return True
+        if member in self.knobs.get("refuse", ()):
+            self.bus.send(Message.new_error(message, "org.freedesktop.DBus.Error.AccessDenied", "Permission denied"))
+            return True
         signature, values, fds = getattr(self, member)(*body)
         self.bus.send(Message.new_method_return(message, signature, values, fds)).add_done_callback(
             lambda _: [os.close(fd) for fd in fds]
@@ -94,6 +98,9 @@ class Desktop:
         self.inhibitors[ours] = what
         asyncio.get_running_loop().add_reader(ours, self.released, ours)
         return "h", [0], [theirs]
+
+    def SetLinger(self, *_: Any) -> Any:
+        return "", [], []
 
     def released(self, fd: int) -> None:
         asyncio.get_running_loop().remove_reader(fd)

@@ -86,15 +86,24 @@ def start(options: Options) -> int:
     command = options.command
     program = find_program(command[0], environ)
     launcher = launchers.recognise(command, environ)
+    refused: list[str] = []
+    lingers = False
+    if options.linger:
+        from torchtuned.run import foresee
+
+        refused = foresee.linger(os.getuid())
+        lingers = not refused
     place = find_place(options, environ, launcher)
     try:
         grant = place.grant
-        notes = [*grant["warnings"], *leftovers(environ), *confine(grant)]
+        notes = [*refused, *grant["warnings"], *leftovers(environ), *confine(grant)]
         decisions = decisions_for(options, environ, grant, launcher)
         notes += [decision.warning for decision in decisions.values() if decision.warning]
+        from torchtuned.run import limits
         from torchtuned.run import setup as run_setup
 
-        notes += run_setup.limits(grant.get("limits", {})) + run_setup.shared_memory()
+        notes += limits.apply(grant.get("limits", {}))
+        notes += run_setup.prospects(command, grant, decisions, lingers=lingers)
         notes += run_setup.memory(options.memory, grant["memory_nodes"])
         if not options.quiet:
             for note in notes:
@@ -205,7 +214,9 @@ def explain(options: Options) -> int:
         except CannotRun as error:
             notes.append(str(error))
     from torchtuned.run import explain as run_explain
+    from torchtuned.run import setup as run_setup
 
+    notes += run_setup.prospects(options.command, place.grant, decisions)
     print(run_explain.text(place.grant, place.by, decisions, notes, as_json=options.json))
     return 0
 

@@ -29,6 +29,7 @@ TABLE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("memory", "HOW", MEMORY, "local, preferred, bind or interleave"),
     ("wait", "[=SECONDS]", (), "wait for a free place (without a number: for ever)"),
     ("require", "", (), "fail when torchtunedd cannot be asked"),
+    ("linger", "", (), "have logind keep the job when you log out"),
     ("env-profile", "NAME,...", PROFILES, "more variables: cpu, memory, compile, debug"),
     ("gpu-ids", "uuid|index", ("uuid", "index"), "how CUDA_VISIBLE_DEVICES names the GPUs taken"),
     ("explain", "", (), "say what the command would get and why; run nothing"),
@@ -55,6 +56,7 @@ class Options:
         "gpus",
         "help",
         "json",
+        "linger",
         "memory",
         "policy",
         "quiet",
@@ -76,6 +78,7 @@ class Options:
         self.wait: float | None = None
         self.env_profile: tuple[str, ...] = ()
         self.shared = self.require = self.explain = self.json = self.report = self.quiet = False
+        self.linger = False
         self.version = self.help = False
 
 

@@ -6,60 +6,38 @@ Nothing here may cost the job: what the kernel or a container refuses becomes a 
 from __future__ import annotations
 
 import os
-import resource
 
 from torchtuned.cpuset import parse_list
 from torchtuned.environment import Facts
+from torchtuned.run import foresee, limits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
-SMALL_NOFILE = 4096  # a descriptor per shared tensor: DataLoader workers need thousands
-SMALL_SHM = 64 << 20  # bytes; what a container gets that asks for nothing
-_LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
-_DEFAULT_LIMITS = {"nofile": "hard"}
+    from torchtuned.environment import Decision
+
 # set_mempolicy(2): its number by machine, since libc has no function for it
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261, "riscv64": 237, "s390x": 270, "loongarch64": 237}
 _MODES = {"preferred": 5, "bind": 2, "interleave": 3}  # preferred: MPOL_PREFERRED_MANY, Linux 5.15
 _MPOL_PREFERRED = 1
 
 
-def limits(wanted: Mapping[str, str]) -> list[str]:
-    """Set soft limits: "hard" for as much as there may be, "infinity", a number, or "keep". Warnings."""
-    notes = []
-    for name, word in {**_DEFAULT_LIMITS, **wanted}.items():
-        if word == "keep":
-            continue
-        soft, hard = resource.getrlimit(_LIMITS[name])
-        top = float("inf") if hard == resource.RLIM_INFINITY else hard
-        goal = hard if word in ("hard", "infinity") or int(word) >= top else int(word)
-        if goal != soft:
-            try:
-                resource.setrlimit(_LIMITS[name], (goal, hard))
-            except (OSError, ValueError) as error:
-                notes.append(f"the limit {name} stays at {soft}: {error}")
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < SMALL_NOFILE:
-        notes.append(
-            f"only {files} files can be open, which DataLoader workers use up soon; raise it by a line"
-            f" '* hard nofile 524288' in /etc/security/limits.d/torch.conf, or LimitNOFILE= of the service"
-        )
+def prospects(
+    command: Sequence[str], grant: Mapping[str, Any], decisions: Mapping[str, Decision], *, lingers: bool = False
+) -> list[str]:
+    """What the job will run into, as far as that can be told before it starts. Warnings."""
+    threads = decisions["OMP_NUM_THREADS"].value or ""
+    first = threads.partition(",")[0].strip()
+    count = int(first) if first.isascii() and first.isdecimal() and len(first) < 6 else grant["threads"]
+    loader = foresee.told(command)
+    notes = foresee.tasks(grant, count, loader, nproc=limits.current())
+    notes += foresee.shared_memory(len(grant["ranks"]), loader)
+    uid = os.getuid()
+    if uid >= 1000 and not lingers:
+        notes += foresee.logout(uid, foresee.user_name(uid))
     return notes
-
-
-def shared_memory(path: str = "/dev/shm") -> list[str]:
-    """A warning when DataLoader workers would die of a bus error: the memory they share is small or full."""
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return [f"{path} is not there; DataLoader workers need it"]
-    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    if size <= SMALL_SHM:
-        return [f"{path} has {size >> 20} MiB; DataLoader workers need more (docker run --shm-size=8g)"]
-    if free <= SMALL_SHM:
-        return [f"{path} has {free >> 20} of {size >> 20} MiB left; DataLoader workers need more (see torch_* there)"]
-    return []
 
 
 def memory(how: str, nodes: str) -> list[str]:

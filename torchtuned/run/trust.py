@@ -14,7 +14,7 @@ from torchtuned.errors import Failed
 SCHEMA = 1
 STATES = ("queued", "granted", "running")
 CONFINEMENTS = ("cpuset", "affinity", "none")
-LIMITS = ("nofile", "memlock", "core")
+LIMITS = ("nofile", "memlock", "core", "oom_score_adj")
 LIMIT_WORDS = ("keep", "hard", "infinity")
 MAX_RANKS = 4096
 MAX_TEXTS = 64
@@ -138,11 +138,18 @@ def _limits(value: object) -> dict[str, str]:
         raise Failed(f"limits: not an object of at most {len(LIMITS)}: {_short(value)}")
     for name, limit in value.items():
         _one_of("limits", name, LIMITS)
-        if not isinstance(limit, str) or not (
-            limit in LIMIT_WORDS or (limit.isascii() and limit.isdigit() and len(limit) < 20)
-        ):
+        if not isinstance(limit, str) or not (_score(limit) if name == "oom_score_adj" else _limit(limit)):
             raise Failed(f"limits: {name}: not a limit: {_short(limit)}")
     return dict(value)
+
+
+def _limit(text: str) -> bool:
+    return text in LIMIT_WORDS or (text.isascii() and text.isdigit() and len(text) < 20)
+
+
+def _score(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return text == "keep" or (digits.isascii() and digits.isdigit() and len(digits) < 5 and int(digits) <= 1000)
 
 
 def _words(field: str, value: object) -> str:
