@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtuned.cli import main as cli
 from torchtuned.lint import main
 
 TOP = Path(__file__).resolve().parents[2]
@@ -186,6 +187,19 @@ def test_as_a_module_and_without_torch(tmp_path: Path) -> None:
     assert (run.returncode, run.stderr) == (1, "")
     words = [sys.executable, "-m", "torchtuned.lint", str(tmp_path)]
     assert subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False).stdout == run.stdout
+
+
+def test_as_a_command_of_torchtuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.py").write_text(FAULT)
+    assert cli.main(["lint", str(tmp_path)]) == main([str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert text == text[: len(text) // 2] * 2
+    assert cli.main(["lint", "--json", "--hints", str(tmp_path)]) == 1
+    assert [one["code"] for one in json.loads(capsys.readouterr().out)["findings"]] == ["TL012"]
+    assert cli.main(["lint"]) == 2
+    loaded = "import sys, torchtuned.cli.main; print([m for m in sys.modules if m.startswith('torchtuned.lint')])"
+    run = subprocess.run([sys.executable, "-c", loaded], cwd=TOP, capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
 
 
 SLOW = "TL001 TL001 TL004 TL007 TL012 TL015 TL016 TL018 TL019"

@@ -19,6 +19,7 @@ from torchtuned.cli import bugreport as cli_bugreport
 from torchtuned.cli import check as cli_check
 from torchtuned.cli import config as cli_config
 from torchtuned.cli import jobs as cli_jobs
+from torchtuned.cli import lint as cli_lint
 from torchtuned.cli import machine as cli_machine
 from torchtuned.cli import policy as cli_policy
 from torchtuned.cli import report as cli_report
@@ -104,6 +105,13 @@ COMMANDS: tuple[Command, ...] = (
             "torchtuned check --explain TT022",
             "torchtuned check --python ~/venv/bin/python --data /data/imagenet",
         ),
+    ),
+    Command(
+        name="lint",
+        summary="what in a training script keeps the GPU waiting; runs nothing",
+        run=cli_lint.lint,
+        options=cli_lint.lint_options,
+        examples=("torchtuned lint train.py", "torchtuned lint --hints src/"),
     ),
     Command(
         name="jobs",

@@ -15,6 +15,6 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line `[--hints] [--json] [--rules] FILE|DIR…`, argv without the program's name; its status."""
-    from .command import run  # the rest is imported only when there is something to read
+    from . import command  # the rest is imported only when there is something to read
 
-    return run(argv)
+    return command.main(argv)

@@ -30,37 +30,48 @@ class Result:
     files: int
 
 
-def run(argv: Sequence[str] | None) -> int:
+def main(argv: Sequence[str] | None) -> int:
+    """The linter by itself, where the package's commands are not installed."""
     parser = argparse.ArgumentParser(
         prog="torchtuned lint",
         description="Find what keeps a PyTorch training script waiting. Reads the code, never runs it.",
         epilog="Exit status: 0 nothing found, 1 findings or files that cannot be read as Python, 2 usage. "
         "`# noqa: TL007` on a line silences a rule there, a bare `# noqa` all.",
     )
+    options(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON document")
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as error:  # argparse has said what is wrong, or printed the help
+        return int(error.code or 0)
+    return run(args)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The arguments, but for --json."""
     parser.add_argument(
         "paths", nargs="*", metavar="FILE|DIR", help="Python files, or folders that are searched for them"
     )
     parser.add_argument(
         "--hints", action="store_true", help="also report what often helps but is no fault (TL101 and up)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     parser.add_argument("--rules", action="store_true", help="list the rules and exit")
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as error:  # argparse has said what is wrong, or printed the help
-        return int(error.code or 0)
-    if options.rules:
-        print(_rules_as_json() if options.json else _rules_as_text())
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the arguments say; the exit status."""
+    if args.rules:
+        print(_rules_as_json() if args.json else _rules_as_text())
         return 0
-    if not options.paths:
+    if not args.paths:
         print("torchtuned lint: name a file or a folder (see --help)", file=sys.stderr)
         return 2
-    missing = [path for path in options.paths if not os.path.exists(path)]
+    missing = [path for path in args.paths if not os.path.exists(path)]
     if missing:
         print(f"torchtuned lint: {missing[0]}: no such file or folder", file=sys.stderr)
         return 2
-    result = lint([Path(path) for path in options.paths], hinted=options.hints)
-    print(as_json(result) if options.json else as_text(result))
+    result = lint([Path(path) for path in args.paths], hinted=args.hints)
+    print(as_json(result) if args.json else as_text(result))
     return 1 if result.findings or result.errors else 0
 
 
