@@ -20,6 +20,7 @@ from torchtuned.jobs import Job
 from torchtuned.leases import Leases
 from torchtuned.placement import Request
 from torchtuned.processes import Process as Registered
+from torchtuned.processes import start_time
 
 
 class Asked(Gpus):
@@ -47,8 +48,14 @@ def parent() -> Iterator[tuple[int, int]]:
     process.communicate()
 
 
-def job(pid: int, scope: str = "") -> Job:
-    return Job(id="1", process=Registered(pid=pid, start=1, uid=0), request=Request(), since=0, scope=scope)
+def job(pid: int, scope: str = "", start: int = 0) -> Job:
+    return Job(
+        id="1",
+        process=Registered(pid=pid, start=start or start_time(pid), uid=0),
+        request=Request(),
+        since=0,
+        scope=scope,
+    )
 
 
 def look(gpus: Asked, host: Host, *jobs: Job) -> frozenset[str]:
@@ -64,6 +71,10 @@ def test_only_strangers_hold(parent: tuple[int, int], tmp_path: Path) -> None:
     assert look(gpus, host, job(leader)) == {"d"}
     assert look(gpus, host, job(leader, "torchtuned-job-1.scope")) == frozenset()
     assert look(gpus, host, job(worker, "torchtuned-job-11.scope")) == {"c", "d"}
+    assert look(gpus, host, job(leader, start=1)) == {"b", "c", "d"}  # that PID is another process's by now
+    forged = {f"proc/{os.getpid()}/cgroup": "0::/user.slice/user@1.service/torchtuned-job-1.scope\n"}
+    make_tree(tmp_path, forged)
+    assert look(gpus, host, job(leader, "torchtuned-job-1.scope")) == {"d"}
     gpus.users = {"a": [worker, 2**22 + 1]}  # the second has ended since
     assert look(gpus, host, job(leader)) == {"a"}
 

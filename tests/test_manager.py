@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,10 @@ from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthor
 from torchtuned.host import Host
 from torchtuned.jobs import Job, Jobs, State
 from torchtuned.manager import Manager
+from torchtuned.topology import Topology
 
 UID = os.getuid()
+two_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 GPU = "0000:01:00.0"
 SESSION = "/user.slice/user-1000.slice/session-3.scope"
 
@@ -36,6 +39,7 @@ class Pid1:
     def __init__(self) -> None:
         self.made: list[scopes.Scope] = []
         self.live: set[str] = set()
+        self.members: list[int] = []
         self.watching = 0
         self.before: Callable[[scopes.Scope], Awaitable[None]] | None = None
         self.freed: list[tuple[str, CpuSet]] = []
@@ -54,6 +58,9 @@ class Pid1:
 
     async def scopes(self) -> set[str]:
         return self.live
+
+    async def processes(self, name: str) -> list[int]:
+        return self.members
 
     def watch_scopes(self, delta: int) -> None:
         self.watching += delta
@@ -392,16 +399,128 @@ def test_a_gpu_that_a_stranger_computes_on_is_waited_for(
     play(one, story)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def away(machine: Topology, *cpus: int) -> Topology:
+    return replace(machine, online=machine.online - set(cpus))
+
+
+@two_cpus
 def test_a_job_is_pinned_again_after_its_cpu_had_gone(bench: Callable[..., Bench]) -> None:
     one = bench()
 
     async def story() -> None:
-        child = one.process()
+        child, whole = one.process(), one.manager.topology
         job = await one.register(child, cpus="1", confine="affinity")
         await one.manager.commit(UID, job.id)
+        one.manager.topology_changed(away(whole, 0))
         os.sched_setaffinity(child.pid, {0, 1})  # what the kernel does when the last CPU of a mask goes
-        one.manager.topology_changed(one.manager.topology)
+        one.manager.topology_changed(away(whole, 0))  # a look for another reason
+        await asyncio.sleep(0.05)
+        assert os.sched_getaffinity(child.pid) == {0, 1}
+        one.manager.topology_changed(whole)
         await one.settle(lambda: os.sched_getaffinity(child.pid) == {0})
+        os.sched_setaffinity(child.pid, {0, 1})
+        one.manager.topology_changed(whole, cpus_moved=True)  # gone and come between two looks
+        await one.settle(lambda: os.sched_getaffinity(child.pid) == {0})
+
+    play(one, story)
+
+
+@two_cpus
+def test_a_pid_that_another_process_has_now_is_not_pinned(bench: Callable[..., Bench]) -> None:
+    """A job whose first process has ended goes on in its scope; what is there is moved, and nothing else."""
+    one = bench()
+
+    async def story() -> None:
+        leader, worker, stranger, runaway = (one.process() for _ in range(4))
+        job = await one.register(leader, cpus="1", confine="affinity")
+        await one.manager.commit(UID, job.id)
+        places = {worker: "user-1000.slice/torchtuned-job-1.scope", runaway: "user-1000.slice/session-3.scope"}
+        for process, place in places.items():
+            status = "Name:\tx\nCpus_allowed_list:\t0-3\n"
+            files = {f"proc/{process.pid}/status": status, f"proc/{process.pid}/cgroup": f"0::/user.slice/{place}\n"}
+            make_tree(one.host.root, files)
+        leader.kill()
+        await one.settle(lambda: ("ended", job.id) in one.view.told)
+        one.table.put(replace(one.table.get(job.id) or job, process=replace(job.process, pid=stranger.pid)))
+        one.pid1.members = [worker.pid, runaway.pid]  # the second has left since PID 1 said so
+        one.manager.topology_changed(one.manager.topology, cpus_moved=True)
+        await one.settle(lambda: os.sched_getaffinity(worker.pid) == {0})
+        assert os.sched_getaffinity(stranger.pid) == os.sched_getaffinity(runaway.pid) == os.sched_getaffinity(0)
+
+    play(one, story)
+
+
+def test_a_commit_that_fails_unexpectedly_leaves_the_grant_as_it_was(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "COMMIT_S", 0.2)
+    one = bench()
+
+    async def story() -> None:
+        job = await one.register()
+
+        async def burst(scope: scopes.Scope) -> None:
+            raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
+
+        one.pid1.before = burst
+        with pytest.raises(UnicodeEncodeError):
+            await one.manager.commit(UID, job.id)
+        assert one.pid1.watching == 0
+        assert one.state(job) is State.GRANTED
+        await one.settle(lambda: one.state(job) is None)  # it expires as any grant does
+
+    play(one, story)
+
+
+def test_scopes_are_watched_before_they_are_asked_for(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "RETRY_S", 0.01)
+    one = bench()
+
+    async def first() -> None:
+        for _ in range(3):
+            job = await one.register(cpus="1")
+            await one.manager.commit(UID, job.id)
+
+    play(one, first)
+    for child in one.children[:2]:
+        child.kill()
+        child.wait()
+    one.pid1.live = {"torchtuned-job-2.scope", "torchtuned-job-3.scope"}
+    one.pid1.watching = 0
+    watched: list[int] = []
+
+    async def unknown() -> set[str]:
+        watched.append(one.pid1.watching)
+        raise Failed("silence")
+
+    monkeypatch.setattr(one.pid1, "scopes", unknown)
+    table = Jobs(one.table.path)
+    again = Manager(one.host, table, one.policy, one.pid1, one.view, lent=one.lent, jobs_active=lambda active: None)
+    again.topology = one.manager.topology
+
+    async def story() -> None:
+        await again.adopt()
+        assert watched == [3]
+        assert [job.id for job in table] == ["1", "2", "3"]  # kept until PID 1 says that they are gone
+        await one.settle(lambda: [job.id for job in table] == ["2", "3"])
+        assert one.pid1.watching == 2
+        await again.close()
+
+    asyncio.run(story())
+
+
+def test_a_share_is_not_held_up_by_who_waits(bench: Callable[..., Bench]) -> None:
+    one = bench()
+
+    async def story() -> None:
+        await one.register(cpus="all")
+        waiting = await one.register(cpus="all", wait=0)
+        plain = await one.register()
+        asked = await one.register(shared=True)
+        assert [one.state(job) for job in (waiting, plain, asked)] == [State.QUEUED, State.GRANTED, State.GRANTED]
+        later = await one.register(cpus="1", wait=0)
+        assert later.warnings == (f"1 waiting before it (job 2 of uid {UID} is next)",)
 
     play(one, story)

@@ -192,15 +192,15 @@ class Daemon:
     async def _renew(self, knobs: Sequence[str]) -> None:
         """Something came, went, or woke up: look at the machine again, and let newcomers have the policy."""
         self.gpus.forget()
-        await self._survey()
+        await self._survey(cpus_moved="cpu" in knobs)
         if knobs:
             await self.policy.apply(only=knobs, reassert=True)
 
-    async def _survey(self) -> None:
+    async def _survey(self, *, cpus_moved: bool = False) -> None:
         async with self._surveying:
             topology = await asyncio.to_thread(self._read_topology, drivers=True)
             self._samples = await asyncio.to_thread(self.gpus.sample)
-            self.manager.topology_changed(topology)
+            self.manager.topology_changed(topology, cpus_moved=cpus_moved)
             self.api.gpus_changed(topology, self._samples)
 
     def _read_topology(self, *, drivers: bool = False) -> Topology:

@@ -16,6 +16,7 @@ from torchtuned.errors import HostError
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.jobs import Job
+from torchtuned.scopes import holds
 
 PATIENCE_S = 1.0
 
@@ -44,7 +45,7 @@ class Leases:
 
     def _strangers(self, busy: Mapping[str, Sequence[int]], jobs: Sequence[Job]) -> frozenset[str]:
         """Addresses with a process that belongs to no job: not in a scope of one, and not below its first process."""
-        leaders = {job.process.pid for job in jobs}
+        leaders = {job.process.pid for job in jobs if processes.lives(job.process)}
         scopes = {job.scope for job in jobs if job.scope}
         return frozenset(
             address for address, pids in busy.items() if any(not self._is_ours(pid, leaders, scopes) for pid in pids)
@@ -52,7 +53,10 @@ class Leases:
 
     def _is_ours(self, pid: int, leaders: set[int], scopes: set[str]) -> bool:
         try:
-            cgroup = self._host.read(f"/proc/{pid}/cgroup")
+            lines = self._host.read(f"/proc/{pid}/cgroup").splitlines()
         except HostError:
-            cgroup = ""
-        return any(f"/{scope}" in cgroup for scope in scopes) or bool(leaders & {pid, *processes.ancestors(pid)})
+            lines = []
+        cgroups = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
+        return any(holds(scope, cgroup) for scope in scopes for cgroup in cgroups) or bool(
+            leaders & {pid, *processes.ancestors(pid)}
+        )

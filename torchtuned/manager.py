@@ -11,18 +11,20 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Protocol
 
-from torchtuned import processes, scopes
-from torchtuned.cpulimits import Limits, limits
-from torchtuned.cpuset import CpuSet
-from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
+from torchtuned import processes
+from torchtuned.confining import Confiner, Pid1
+from torchtuned.cpulimits import limits
+from torchtuned.errors import Busy, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job, Jobs, State, document, parse_request
-from torchtuned.placement import Grant, Request, place
+from torchtuned.pinning import Hotplug, pin_again
+from torchtuned.placement import Request
+from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
 
@@ -34,26 +36,6 @@ JOBS_PER_USER = 1024
 log = logging.getLogger(__name__)
 
 
-class Pid1(Protocol):
-    """The service manager, as far as jobs need it. Every coroutine may raise TorchtunedError. Version 0: not there."""
-
-    version: int
-
-    async def start_scope(self, scope: scopes.Scope) -> None: ...
-    async def set_cpus(self, name: str, cpus: CpuSet) -> None: ...
-    async def has_scope(self, name: str) -> bool: ...
-    async def scopes(self) -> set[str]: ...
-    def watch_scopes(self, delta: int) -> None: ...
-
-
-class Lent(Protocol):
-    """GPUs that strangers compute on: `held` as of the last `look`."""
-
-    held: frozenset[str]
-
-    async def look(self, jobs: Sequence[Job]) -> frozenset[str]: ...
-
-
 class View(Protocol):
     """Who shows it to the world."""
 
@@ -62,15 +44,6 @@ class View(Protocol):
     def leader_ended(self, job: Job) -> None: ...
     def job_removed(self, job: Job) -> None: ...
     def granted(self, job: Job, document: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What was read about a process that wants to register."""
-
-    process: Process
-    limits: Limits
-    ancestors: frozenset[int]
 
 
 class Manager:
@@ -90,9 +63,11 @@ class Manager:
         lent: Lent,
         jobs_active: Callable[[bool], None],
     ) -> None:
-        self.topology = Topology(online=frozenset(), allowed=frozenset())
         self._host, self._table, self._policy, self._pid1, self._view = host, table, policy, pid1, view
         self._lent, self._jobs_active = lent, jobs_active
+        self._confiner = Confiner(host, policy, pid1)
+        self._places = Places(table, policy, self._confiner, lent, lives=self._lives)
+        self._around: dict[str, frozenset[str]] = {}  # of those who wait: the jobs that they run inside of
         self._polling = False
         self._pidfds: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -102,6 +77,14 @@ class Manager:
     @property
     def jobs(self) -> Jobs:
         return self._table
+
+    @property
+    def topology(self) -> Topology:
+        return self._places.machine
+
+    @topology.setter
+    def topology(self, topology: Topology) -> None:
+        self._places.machine = topology
 
     # -- the life of a job -------------------------------------------------------------------------------------------
 
@@ -144,20 +127,26 @@ class Manager:
             raise InvalidRequest(f"job {job_id} is {job.state}", hint="a grant is committed once, after it was given")
         self._stop_timer(job_id)
         self._committing.add(job_id)
+        pidfd = os.dup(self._pidfds[job_id])  # ours alone, should the process end meanwhile
         try:
-            job = await self._confine(job)
-            if self._table.get(job_id) is None or job_id not in self._pidfds:
-                raise NoSuchJob(f"job {job_id} ended meanwhile")
-            job = replace(job, state=State.RUNNING)
-            try:
-                self._table.put(job)
-            except Failed:
-                if job.scope:
-                    self._pid1.watch_scopes(-1)
-                self._end(job_id, "it cannot be recorded")
-                raise
+            confined = await self._confiner.confine(job, pidfd)
+        except BaseException:
+            if (left := self._table.get(job_id)) is not None:
+                self._set_timer(left)
+            raise
         finally:
+            os.close(pidfd)
             self._committing.discard(job_id)
+        job = replace(confined, state=State.RUNNING)
+        try:
+            if self._table.get(job_id) is None:
+                raise NoSuchJob(f"job {job_id} ended meanwhile")
+            self._table.put(job)
+        except TorchtunedError:
+            if job.scope:
+                self._pid1.watch_scopes(-1)  # the scope goes with its processes
+            self._end(job_id, "it cannot be recorded")
+            raise
         self._view.job_changed(job)
         return self._document(job)
 
@@ -177,41 +166,54 @@ class Manager:
             if job.scope == name:
                 self._spawn(self._check_scope(job.id))
 
-    def topology_changed(self, topology: Topology) -> None:
-        """Place by this machine from now on, and pin again what the kernel let go when a CPU went."""
+    def topology_changed(self, topology: Topology, *, cpus_moved: bool = False) -> None:
+        """Place by this machine from now on, and pin again what the kernel let go when a CPU went. `cpus_moved`: some
+        may have gone and be back already.
+        """
+        cpus = Hotplug(before=self.topology.online, now=topology.online)
         self.topology = topology
         self._serve_queue()
-        for job in self._table:
+        for job in self._table if cpus_moved or cpus.before != cpus.now else ():
             if job.state is State.RUNNING and job.confinement == "affinity" and job.grant is not None:
-                self._spawn(asyncio.to_thread(processes.pin_again, job.process.pid, job.grant.cpus, topology.online))
+                leader = self._pidfds.get(job.id)
+                self._spawn(pin_again(self._host, self._pid1, job, cpus, None if leader is None else os.dup(leader)))
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
     async def adopt(self) -> None:
         """Take over the jobs of an earlier daemon: those whose process, or scope, is still there."""
         self._table.load()
+        for job in self._table:
+            if job.scope:
+                self._pid1.watch_scopes(+1)  # before asking, so that no end falls between
+        live: set[str] | None = None
         try:
             live = await self._pid1.scopes()
         except TorchtunedError as e:
             log.info("scopes are not known: %s", e)
-            live = set()
-        for name in live:
+        for name in live or ():
             number = name.removeprefix("torchtuned-job-").removesuffix(".scope")
             if number.isdecimal():
                 self._table.skip_to(int(number) + 1)
         for job in self._table:
             pidfd = processes.reopen(job.process)
-            if pidfd is None and job.scope not in live:
+            there = bool(job.scope) and (live is None or job.scope in live)
+            if pidfd is None and not there:
+                if job.scope:
+                    self._pid1.watch_scopes(-1)
                 self._table.drop(job.id)
                 log.info("job %s ended while no daemon ran", job.id)
                 continue
-            if job.scope:
-                self._pid1.watch_scopes(+1)
             if pidfd is not None:
                 self._watch(job.id, pidfd)
             self._view.job_added(job)
             self._set_timer(job)
-        for name in live - {job.scope for job in self._table}:
+            if job.scope and (live is None or not there):
+                self._spawn(self._check_scope(job.id))
+        for job in self._table:
+            if job.state is State.QUEUED:
+                self._around[job.id] = self._places.around(await asyncio.to_thread(look, self._host, job.process))
+        for name in (live or set()) - {job.scope for job in self._table}:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
         self._followed()
@@ -226,16 +228,19 @@ class Manager:
         for job_id in list(self._pidfds):
             self._unwatch(job_id)
 
-    # -- placing -----------------------------------------------------------------------------------------------------
+    # -- the queue ---------------------------------------------------------------------------------------------------
 
     def _document(self, job: Job) -> dict[str, Any]:
         return document(job, self.topology, self._policy.config)
 
-    def _look(self, pidfd: int) -> _Seen:
-        process = processes.identify(pidfd)
-        return _Seen(process, limits(self._host, process.pid), frozenset(processes.ancestors(process.pid)))
+    def _look(self, pidfd: int) -> Seen:
+        return look(self._host, processes.identify(pidfd))
 
-    def _new(self, request: Request, seen: _Seen) -> Job:
+    def _lives(self, job_id: str) -> bool:
+        pidfd = self._pidfds.get(job_id)
+        return pidfd is not None and not processes.ended(pidfd)
+
+    def _new(self, request: Request, seen: Seen) -> Job:
         job = Job(
             id=self._table.new_id(),
             process=seen.process,
@@ -243,68 +248,33 @@ class Manager:
             since=time.time_ns() // 1000,
             cpu_max=seen.limits.cpu_max,
         )
-        cgroup = seen.limits.cgroup
-        around = {
-            other.id
-            for other in self._table
-            if other.process.pid in seen.ancestors or (other.scope and other.scope in cgroup)
-        }
+        around = self._places.around(seen)
         try:
-            return self._grant(job, seen.limits, around)
+            return self._places.grant(job, seen.limits, around)
         except Busy as e:
-            if request.wait is None and self._policy.config.jobs.when_full != "wait":
+            if not self._places.would_wait(request):
                 raise
+            self._around[job.id] = around
             return replace(job, warnings=(e.what,))
-
-    def _grant(self, job: Job, found: Limits, around: set[str]) -> Job:
-        """The job with a grant. `around` are the jobs that it runs inside of, whose CPUs it shares. Busy."""
-        lane = _wants_gpus(job.request)
-        before = sum(
-            other.state is State.QUEUED and _wants_gpus(other.request) == lane and int(other.id) < int(job.id)
-            for other in self._table
-        )
-        if before:
-            raise Busy(f"{before} waiting before it", hint="wait with --wait")
-        rules = self._policy.config.rules()
-        if job.request.wait is not None and not job.request.shared:
-            rules = replace(rules, when_full="wait")
-        request = replace(job.request, affinity=found.affinity or None, cpu_max=found.cpu_max)
-        taken = [j.grant for j in self._table if j.grant is not None and j.id not in around]
-        if request.gpus:
-            taken.append(Grant(cpus=frozenset(), gpus=tuple(self._lent.held), bound=False))
-        grant = place(self.topology, taken, request, rules)
-        how = self._how(job, found)
-        return replace(
-            job,
-            state=State.GRANTED,
-            grant=grant,
-            confinement=how.mode if grant.bound else "none",
-            warnings=(how.warning,) if how.warning and grant.bound else (),
-        )
-
-    def _how(self, job: Job, found: Limits) -> scopes.Confinement:
-        """How the job can be kept to its CPUs from where it is now."""
-        hindrance = "" if self._pid1.version else "there is no systemd to make a scope"
-        if processes.in_container(job.process.pid):
-            hindrance = "it is in a container"
-        admin, asked = self._policy.config.jobs.confine, job.request.confine
-        return scopes.confinement(self._host, found.cgroup, admin=admin, asked=asked, hindrance=hindrance)
 
     def _serve_queue(self) -> None:
         """Give what is free to those who wait, first come first served in each of the two queues."""
         full: set[bool] = set()
         for waiting in self._table:
-            job = self._table.get(waiting.id)
-            if job is None or job.state is not State.QUEUED or _wants_gpus(job.request) in full:
+            job, around = self._table.get(waiting.id), self._around.get(waiting.id, frozenset())
+            lane = wants_gpus(waiting.request)
+            if job is None or job.state is not State.QUEUED or (lane in full and not around):
                 continue
             try:
-                job = self._grant(job, limits(self._host, job.process.pid), set())
+                job = self._places.grant(job, limits(self._host, job.process.pid), around)
                 self._table.put(job)
             except Busy:
-                full.add(_wants_gpus(job.request))
+                if not around:
+                    full.add(lane)
             except TorchtunedError as e:
                 self._end(job.id, f"it has no place any more: {e}")
             else:
+                self._around.pop(job.id, None)
                 self._set_timer(job)
                 self._view.job_changed(job)
                 self._view.granted(job, self._document(job))
@@ -318,36 +288,6 @@ class Manager:
                 self._serve_queue()
         finally:
             self._polling = False
-
-    async def _confine(self, job: Job) -> Job:
-        """Have PID 1 make the job's scope. Where that fails the job runs all the same, by affinity, and hears why."""
-        assert job.grant is not None
-        found = await asyncio.to_thread(limits, self._host, job.process.pid)
-        how = self._how(job, found)
-        if how.move is None or not job.grant.bound or job.id not in self._pidfds:
-            return job if job.confinement != "cpuset" else replace(job, confinement="affinity")
-        cpuset = job.confinement == "cpuset" and how.mode == "cpuset"
-        scope = scopes.Scope(
-            name=f"torchtuned-job-{job.id}.scope",
-            description=f"torchtuned job {job.id}" + (f": {job.request.command[0]}" if job.request.command else ""),
-            slice=how.move.slice,
-            pid=job.process.pid,
-            pidfd=self._pidfds[job.id],
-            tasks_max=how.move.tasks_max,
-            cpus=job.grant.cpus if cpuset else frozenset(),
-            memory_nodes=job.grant.memory_nodes if cpuset and job.request.memory == "bind" else frozenset(),
-        )
-        self._pid1.watch_scopes(+1)
-        try:
-            await self._pid1.start_scope(scope)
-        except TorchtunedError as e:
-            self._pid1.watch_scopes(-1)
-            log.warning("job %s has no scope: %s", job.id, e)
-            mode = "affinity" if cpuset else job.confinement
-            return replace(job, confinement=mode, warnings=(*job.warnings, f"no scope of its own: {e}"))
-        if self._table.get(job.id) is None:
-            self._pid1.watch_scopes(-1)  # it ended while PID 1 worked; the scope goes with its processes
-        return replace(job, scope=scope.name, confinement="cpuset" if cpuset else job.confinement)
 
     # -- noticing ----------------------------------------------------------------------------------------------------
 
@@ -401,6 +341,7 @@ class Manager:
         self._stop_timer(job_id)
         if job.scope:
             self._pid1.watch_scopes(-1)
+        self._around.pop(job_id, None)
         self._table.drop(job_id)
         self._view.job_removed(job)
         self._serve_queue()
@@ -447,9 +388,3 @@ class Manager:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("unexpected", exc_info=task.exception())
-
-
-def _wants_gpus(request: Request) -> bool:
-    """Whether a job stands in the queue for GPUs, or in the one for CPUs."""
-    return bool(request.gpus) or (request.gpus is None and bool(request.cuda_visible_devices))
-

@@ -7,7 +7,6 @@ its pidfds; there the start time tells whether the PID still means the same proc
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 from collections.abc import Mapping
@@ -15,10 +14,8 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from torchtuned.cpuset import CpuSet, format_list, parse_list
+from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import InvalidRequest
-
-log = logging.getLogger(__name__)
 
 PIDFD_LINK = "anon_inode:[pidfd]"
 
@@ -92,6 +89,14 @@ def in_container(pid: int) -> bool:
         return False
 
 
+def lives(process: Process) -> bool:
+    """Whether the PID means that very process still, if perhaps as a zombie."""
+    try:
+        return start_time(process.pid) == process.start
+    except OSError:
+        return False
+
+
 def start_time(pid: int) -> int:
     """Clock ticks after boot at which the process started. OSError when there is none."""
     with open(f"/proc/{pid}/stat", "rb") as file:
@@ -128,20 +133,6 @@ def masks(pid: int) -> Mapping[int, CpuSet]:
         except OSError:
             continue  # it ended meanwhile
     return found
-
-
-def pin_again(pid: int, cpus: CpuSet, online: CpuSet) -> None:
-    """Give the threads of a process and its descendants their CPUs back. The kernel lets a thread run anywhere when
-    the last CPU of its mask goes, and older ones never take that back.
-    """
-    for member in family(pid) if cpus & online else ():
-        for thread, mask in masks(member).items():
-            if not mask <= cpus:
-                try:
-                    os.sched_setaffinity(thread, cpus & online)
-                    log.info("thread %d of process %d is pinned to %s", thread, member, format_list(cpus & online))
-                except OSError as e:
-                    log.warning("thread %d of process %d cannot be pinned again: %s", thread, member, e.strerror)
 
 
 def _fields(path: str) -> dict[str, str]:

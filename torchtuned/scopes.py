@@ -122,6 +122,14 @@ def move(host: Host, cgroup: str) -> Move | str:
     return Move(slice=parts[home], tasks_max=tasks)
 
 
+def holds(scope: str, cgroup: str) -> bool:
+    """Whether a cgroup is PID 1's scope of that name, or below it. PID 1 makes scopes right below slices; below their
+    user@.service users give cgroups any name they like.
+    """
+    parts = cgroup.strip("/").split("/")
+    return bool(scope) and scope in parts and all(part.endswith(".slice") for part in parts[: parts.index(scope)])
+
+
 def kernel(host: Host) -> tuple[int, int]:
     """Version of the running kernel, (0, 0) when it is not known."""
     try:

@@ -133,6 +133,11 @@ class Systemd:
         [units] = await self._call("ListUnitsByPatterns", "asas", [[], [SCOPES]])
         return {unit[0] for unit in units if unit[3] not in ("inactive", "failed")}
 
+    async def processes(self, name: str) -> list[int]:
+        """The processes in a scope and below it."""
+        [found] = await self._call("GetUnitProcesses", "s", [name])
+        return [int(pid) for _, pid, _ in found]
+
     def _job_removed(self, values: list[Any]) -> None:
         _, _, unit, result = values
         future = self._starting.get(unit)

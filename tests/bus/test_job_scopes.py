@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.tree import make_tree
 from harness import JOB, MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus, Service, small_machine
 
 from torchtuned import cpuset
@@ -223,3 +224,62 @@ def test_numbers_of_scopes_that_are_about_are_not_given_again(
         with bus.user(USER) as new:
             assert new.start()[1]["scope"] == "torchtuned-job-2.scope"
     assert pid1.calls("Subscribe") == [[]] * 2
+
+
+PLACES = [
+    (USER, "user.slice/user-1000.slice/torchtuned-job-1.scope", True),
+    (USER, "user.slice/user-1000.slice/torchtuned-job-1.scope/inner", True),
+    (0, "user.slice/user-1000.slice/torchtuned-job-1.scope", True),  # by sudo
+    (OTHER, "user.slice/user-1000.slice/torchtuned-job-1.scope", False),
+    (OTHER, "user.slice/user-2.slice/user@2.service/app.slice/torchtuned-job-1.scope", False),
+    (USER, "user.slice/user-1000.slice/user@1000.service/torchtuned-job-1.scope", False),
+    (USER, "user.slice/user-1000.slice/torchtuned-job-11.scope", False),
+    (OTHER, "user.slice/user-2.slice/session-1.scope/user.slice/torchtuned-job-1.scope", False),
+]
+
+
+def test_a_cgroup_that_a_user_named_opens_no_job(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
+    services("systemd1")
+    daemon("--sysroot", tree)
+    with bus.user(USER) as job:
+        _, grant = job.start({"gpus": 2})
+        assert grant["scope"] == "torchtuned-job-1.scope"
+        for uid, place, inside in PLACES:
+            with bus.user(uid) as other:
+                status = "Name:\tx\nCpus_allowed_list:\t0-7\nMems_allowed_list:\t0-1\n"
+                make_tree(tree, {f"proc/{other.pid}/status": status, f"proc/{other.pid}/cgroup": f"0::/{place}\n"})
+                if inside:
+                    assert other.register({"gpus": 2})[1]["gpus"] == grant["gpus"]
+                else:
+                    with pytest.raises(RuntimeError, match=r"Error\.Busy"):
+                        other.register({"gpus": 1})
+
+
+def test_jobs_whose_scopes_are_not_known_are_kept(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
+    pid1 = services("systemd1")
+    first = daemon("--sysroot", tree)
+    pid1.set("linger", 1)
+    job = bus.user(USER)
+    path, grant = job.start({"gpus": 2})
+    first.stop(signal.SIGKILL)
+    job.kill()
+    pid1.set("fail", {"ListUnitsByPatterns": "org.freedesktop.DBus.Error.Failed"})
+    second = daemon("--sysroot", tree)
+    assert bus.get(path, JOB, "State") == "running"
+    pid1.call_remove(grant["scope"])
+    second.wait_for("0 jobs")
+
+
+def test_a_scope_that_ends_while_the_daemon_asks_is_noticed(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    pid1 = services("systemd1")
+    first = daemon("--sysroot", tree)
+    pid1.set("linger", 1)
+    job = bus.user(USER)
+    job.start()
+    first.stop(signal.SIGKILL)
+    job.kill()
+    pid1.set("vanish", 1)  # right after the list
+    second = daemon("--sysroot", tree, ready=False)
+    second.wait_for("0 jobs")

@@ -147,7 +147,8 @@ def test_leases_are_served_first_come_first_served(bus: PrivateBus, daemon: Star
         path, text = first.do("wait_signal", "Granted")
         assert path == one
         assert json.loads(text)["gpus"] == ["0000:01:00.0"]
-        with pytest.raises(RuntimeError, match=r"Error\.Busy: 1 waiting before it"):
+        next_ = two.rpartition("/")[2]
+        with pytest.raises(RuntimeError, match=rf"Busy: 1 waiting before it \(job {next_} of uid {USER} is next"):
             third.register({"gpus": 1})  # one GPU is free, and somebody waits for it
         inside, _ = third.start({"gpus": []})  # who wants no GPU does not stand in that queue
         third.release(inside)
@@ -182,6 +183,40 @@ def test_a_job_inside_of_a_job_shares_its_place(bus: PrivateBus, daemon: Start, 
         _, inner = outer.register({"cpus": "4"}, pid=child)
         assert inner["shared"] is False
         assert parse_list(inner["cpus"]) <= parse_list(grant["cpus"])
+
+
+def test_a_job_inside_of_a_job_waits_for_nobody_else(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """A stranger waits for the outer job, which waits for the inner one: that must have its place."""
+    daemon("--sysroot", tree)
+    with bus.user(USER) as outer, bus.user(OTHER) as stranger:
+        _, grant = outer.start({"gpus": 2, "cpus": "all"})
+        waiting, told = stranger.register({"gpus": 1, "wait": 0})
+        assert told["state"] == "queued"
+        for_cpus, told = stranger.register({"cpus": "4", "gpus": [], "wait": 0}, pid=stranger.do("fork"))
+        assert told["state"] == "queued"
+        children = [outer.do("fork") for _ in range(3)]
+        third, inner = outer.register({"cpus": "4", "gpus": [], "wait": 0}, pid=children[0])
+        assert (inner["state"], parse_list(inner["cpus"]) <= parse_list(grant["cpus"])) == ("granted", True)
+        outer.release(third)
+        first, inner = outer.register({"gpus": 2, "wait": 0}, pid=children[1])
+        assert (inner["state"], inner["gpus"]) == ("granted", grant["gpus"])
+        second, inner = outer.register({"gpus": 1, "wait": 0}, pid=children[2])
+        assert inner["state"] == "queued"
+        outer.release(first)
+        assert outer.do("wait_signal", "Granted")[0] == second
+        assert {bus.get(path, JOB, "State") for path in (waiting, for_cpus)} == {"queued"}
+
+
+def test_who_waits_for_cpus_holds_up_only_who_would_wait(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    daemon("--sysroot", tree)
+    with bus.user(USER) as holder, bus.user(OTHER) as waiter, bus.user(USER) as plain, bus.user(USER) as sharing:
+        holder.start({"gpus": [], "cpus": "all"})
+        path, grant = waiter.register({"gpus": [], "cpus": "4", "wait": 0})
+        assert grant["state"] == "queued"
+        _, grant = plain.start({"gpus": []})
+        assert (grant["state"], grant["shared"]) == ("running", True)
+        assert sharing.start({"gpus": [], "shared": True})[1]["state"] == "running"
+        assert bus.get(path, JOB, "State") == "queued"
 
 
 def test_the_daemon_killed_and_started_again_knows_its_jobs(bus: PrivateBus, daemon: Start, tree: Path) -> None:

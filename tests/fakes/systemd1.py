@@ -8,8 +8,9 @@ and goes away then, as with CollectMode=inactive-or-failed. Run it beside a priv
 
 It prints "ready" when it owns its name. org.torchtuned1.Test.Set(key, JSON) on /test steers it and Get reads:
 `hang` (members that are never answered), `fail` (member -> D-Bus error name), `job` (our unit's job type),
-`active` (unit names), `result` (how start jobs end), `linger` (scopes outlive their processes), `reload` (units are
-removed and there again), `calls` (all (member, arguments) so far), `scopes`. Remove(scope) ends one.
+`active` (unit names), `result` (how start jobs end), `linger` (scopes outlive their processes), `vanish` (they end
+when they have been listed), `reload` (units are removed and there again), `calls` (all (member, arguments) so far),
+`scopes`. Remove(scope) ends one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import argparse
 import asyncio
 import json
 import os
+from functools import partial
 from typing import Any
 
+import psutil
 from dbus_next import Message, MessageType, Variant
 from dbus_next.aio import MessageBus
 
@@ -63,6 +66,7 @@ class Pid1:
         self.knobs: dict[str, Any] = {"hang": [], "fail": {}, "job": "", "active": [], "result": "done"}
         self.calls: list[Any] = []
         self.scopes: dict[str, dict[str, Any]] = {}
+        self.members: dict[str, list[int]] = {}
         self.units: dict[int, str] = {}  # pid -> its unit, for GetUnitByPID
         self.jobs = 0
 
@@ -114,6 +118,7 @@ class Pid1:
             "StartTransientUnit": ("ssa(sv)a(sa(sv))", self.start),
             "SetUnitProperties": ("sba(sv)", self.set_properties),
             "GetUnit": ("s", self.get_unit),
+            "GetUnitProcesses": ("s", self.get_processes),
             "GetUnitByPID": ("u", lambda pid: ("o", [f"{PATH}/unit/torchtuned_2eservice"])),
             "ListUnitsByPatterns": ("asas", self.list_by_patterns),
             "ListUnitsByNames": ("as", self.list_by_names),
@@ -159,6 +164,7 @@ class Pid1:
         result = self.knobs["result"]
         if result == "done":
             self.scopes[name] = {key: plain(value) for key, value in found.items()}
+            self.members[name] = found.get("PIDs", [])
             loop = asyncio.get_running_loop()
             left = set(pidfds)
             for pidfd in pidfds:
@@ -204,12 +210,21 @@ class Pid1:
             raise Refused(f"{SERVICE}.NoSuchUnit", f"Unit {name} not loaded.")
         return "o", [self.unit_path(name)]
 
+    def get_processes(self, name: str) -> tuple[Any, ...]:
+        if name not in self.scopes:
+            raise Refused(f"{SERVICE}.NoSuchUnit", f"Unit {name} not loaded.")
+        pids = [psutil.Process(pid) for pid in self.members[name] if psutil.pid_exists(pid)]
+        family = [child.pid for process in pids for child in (process, *process.children(recursive=True))]
+        return "a(sus)", [[[f"/{name}", pid, "python"] for pid in family]]
+
     def unit_path(self, name: str) -> str:
         escaped = "".join(c if c.isascii() and c.isalnum() else f"_{ord(c):02x}" for c in name)
         return f"{PATH}/unit/{escaped}"
 
     def list_by_patterns(self, states: list[str], patterns: list[str]) -> tuple[Any, ...]:
-        return "a(ssssssouso)", [[self.unit(name, "active") for name in self.scopes]]
+        found = [self.unit(name, "active") for name in self.scopes]
+        gone = list(self.scopes) if self.knobs.get("vanish") else []
+        return "a(ssssssouso)", [found], *(partial(self.remove, name) for name in gone)
 
     def list_by_names(self, names: list[str]) -> tuple[Any, ...]:
         active = self.knobs["active"]

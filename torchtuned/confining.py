@@ -1,0 +1,79 @@
+"""Keeps a job on its CPUs: by a scope that PID 1 makes for it, or by its own affinity, and by PID 1's word only.
+
+Whatever PID 1 says or fails to say, the job runs: without a scope of its own it is on its CPUs by affinity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Protocol
+
+from torchtuned import processes, scopes
+from torchtuned.cpulimits import Limits, limits
+from torchtuned.cpuset import CpuSet
+from torchtuned.errors import TorchtunedError
+from torchtuned.host import Host
+from torchtuned.hostpolicy import HostPolicy
+from torchtuned.jobs import Job
+
+log = logging.getLogger(__name__)
+
+
+class Pid1(Protocol):
+    """The service manager, as far as jobs need it. Every coroutine may raise TorchtunedError. Version 0: not there."""
+
+    version: int
+
+    async def start_scope(self, scope: scopes.Scope) -> None: ...
+    async def set_cpus(self, name: str, cpus: CpuSet) -> None: ...
+    async def has_scope(self, name: str) -> bool: ...
+    async def scopes(self) -> set[str]: ...
+    async def processes(self, name: str) -> list[int]: ...
+    def watch_scopes(self, delta: int) -> None: ...
+
+
+class Confiner:
+    """Chooses how a job is confined, and has PID 1 do it."""
+
+    def __init__(self, host: Host, policy: HostPolicy, pid1: Pid1) -> None:
+        self._host, self._policy, self._pid1 = host, policy, pid1
+
+    def how(self, job: Job, found: Limits) -> scopes.Confinement:
+        """How the job can be kept to its CPUs from where it is now."""
+        hindrance = "" if self._pid1.version else "there is no systemd to make a scope"
+        if processes.in_container(job.process.pid):
+            hindrance = "it is in a container"
+        admin, asked = self._policy.config.jobs.confine, job.request.confine
+        return scopes.confinement(self._host, found.cgroup, admin=admin, asked=asked, hindrance=hindrance)
+
+    async def confine(self, job: Job, pidfd: int) -> Job:
+        """The job as it came out. A scope that it has now is watched. `pidfd` is the caller's."""
+        assert job.grant is not None
+        found = await asyncio.to_thread(limits, self._host, job.process.pid)
+        how = self.how(job, found)
+        if how.move is None or not job.grant.bound or processes.ended(pidfd):
+            return job if job.confinement != "cpuset" else replace(job, confinement="affinity")
+        cpuset = job.confinement == "cpuset" and how.mode == "cpuset"
+        scope = scopes.Scope(
+            name=f"torchtuned-job-{job.id}.scope",
+            description=f"torchtuned job {job.id}" + (f": {job.request.command[0]}" if job.request.command else ""),
+            slice=how.move.slice,
+            pid=job.process.pid,
+            pidfd=pidfd,
+            tasks_max=how.move.tasks_max,
+            cpus=job.grant.cpus if cpuset else frozenset(),
+            memory_nodes=job.grant.memory_nodes if cpuset and job.request.memory == "bind" else frozenset(),
+        )
+        self._pid1.watch_scopes(+1)
+        try:
+            await self._pid1.start_scope(scope)
+        except BaseException as e:
+            self._pid1.watch_scopes(-1)
+            if not isinstance(e, TorchtunedError):
+                raise
+            log.warning("job %s has no scope: %s", job.id, e)
+            mode = "affinity" if cpuset else job.confinement
+            return replace(job, confinement=mode, warnings=(*job.warnings, f"no scope of its own: {e}"))
+        return replace(job, scope=scope.name, confinement="cpuset" if cpuset else job.confinement)
