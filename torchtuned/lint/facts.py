@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 
 from .names import Module, Symbol, bases
 
-LIGHTNING = ("lightning.pytorch.", "lightning.", "lightning_fabric.", "lightning.fabric.")
 ACCELERATE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 _ENVIRONMENTS = frozenset(
     {"gym", "gymnasium", "pettingzoo", "envpool", "procgen", "dm_control", "stable_baselines3", "ale_py"}
