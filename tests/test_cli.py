@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from fakes import tree
 
-from torchtuned.cli.command import Command
 from torchtuned.cli import main as cli
+from torchtuned.cli.command import Command
 from torchtuned.errors import Unplaceable
 
 TOP = Path(__file__).resolve().parent.parent
@@ -35,6 +35,7 @@ def root(tmp_path: Path) -> Path:
     """A machine of two nodes with four GPUs, the package's own profiles, and an administrator's sysctl.d."""
     files = tree.machine_a() | {
         "etc/sysctl.d/99-mine.conf": "vm.swappiness = 5\n",
+        "usr/lib/sysctl.d/50-vendor.conf": "vm.swap* = 60\n",
         "proc/sys/vm/swappiness": "60\n",
         "proc/sys/vm/max_map_count": "65530\n",
         "proc/sys/net/core/somaxconn": "8192\n",
@@ -140,6 +141,14 @@ def test_bad_grants_in_force(
 
 
 # what is read from a machine
+
+
+def test_watched_devices_are_gpus_of_the_topology(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = tree.pci_device("0000:99:00.0", {"vendor": "0x1ed5", "class": "0x030200"})
+    tree.make_tree(root, {**device, "etc/torchtuned/torchtuned.conf": "[gpu]\nwatch = 1ED5:0302\n"})
+    for command in ("topology", "map"):
+        _, out, _ = run(capsys, command, "--sysroot", str(root), "--json")
+        assert json.loads(out)["gpus"]["0000:99:00.0"]["vendor"] == "0x1ed5"
 
 
 def test_topology_document(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,6 +332,8 @@ def test_why(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     assert answer["knob"] == "sysctl/vm.swappiness"
     assert answer["owner"] == "the administrator (/etc/sysctl.d/99-mine.conf:1)"
+    assert answer["mentions"] == ["/usr/lib/sysctl.d/50-vendor.conf:1", "/etc/sysctl.d/99-mine.conf:1"]
+    assert "set in" in run(capsys, "why", "vm.swappiness", "--sysroot", str(root))[1]
     assert answer["effect"].startswith("unmeasured")
     assert answer["before"] is None
     assert (

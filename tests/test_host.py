@@ -57,6 +57,12 @@ def test_a_process_that_ended_is_missing() -> None:
         Host().read(f"/proc/{pid}/status")
 
 
+def test_text_is_what_can_be_read_or_the_default(tmp_path: Path) -> None:
+    host = Host(make_tree(tmp_path, {"sys/a": "x \n\0", "sys/b/c": ""}))
+    assert (host.text("/sys/a"), host.text("/sys/none"), host.text("/sys/none", "-")) == ("x", "", "-")
+    assert host.text("/sys/b", "a folder") == "a folder"
+
+
 def test_names_are_sorted_and_none_without_the_folder(tmp_path: Path) -> None:
     host = Host(make_tree(tmp_path, {"sys/b": "", "sys/a": "", "sys/c/d": ""}))
     assert host.list("/sys") == ["a", "b", "c"]

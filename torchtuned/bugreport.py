@@ -15,7 +15,7 @@ import re
 import struct
 import tarfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from torchtuned.errors import HostError
 from torchtuned.host import SPACE, Host, Space
@@ -47,19 +47,13 @@ class Privacy:
         """The names of a machine: its own, in full and in short, and those of its people (user ids from 1000 on)."""
         found: dict[str, str] = {}
         for path in ("/proc/sys/kernel/hostname", "/etc/hostname"):
-            try:
-                name = host.read(path)
-            except HostError:
-                continue
+            name = host.text(path)
             for part in (name, name.partition(".")[0]):
                 if part not in ("localhost", ""):
                     found[part] = "host"
             if domain := name.partition(".")[2]:
                 found[domain] = "example"
-        try:
-            lines = host.read("/etc/passwd").splitlines()
-        except HostError:
-            lines = []
+        lines = host.text("/etc/passwd").splitlines()
         people = [fields[0] for line in lines if len(fields := line.split(":")) > 2 and _person(fields[2])]
         for name in (os.environ.get("USER", ""), os.environ.get("SUDO_USER", "")) if host.real else ():
             if name not in ("", "root") and name not in people:
@@ -201,7 +195,7 @@ class Recorder(Host):
     def write_bundle(self, file: io.BufferedIOBase, *, top: str) -> int:
         """Write a gzipped tar of one folder; returns how many files are in it."""
         if self.spaces:
-            lines = (f"{path} {' '.join(map(str, space))}\n" for path, space in sorted(self.spaces.items()))
+            lines = (f"{path} {' '.join(map(str, astuple(space)))}\n" for path, space in sorted(self.spaces.items()))
             self.files[SPACE] = "".join(lines).encode()
         if self.unreadable:
             self.files["/.torchtuned/unreadable"] = "".join(f"{path}\n" for path in sorted(self.unreadable)).encode()

@@ -74,19 +74,19 @@ def folders(host: Host, process: str, controller: str) -> list[str]:
 
 
 def _status(host: Host, process: str) -> dict[str, CpuSet]:
-    status = _text(host, f"{process}/status")
+    status = host.text(f"{process}/status")
     found = re.findall(r"^(Cpus_allowed_list|Mems_allowed_list):[ \t]*([0-9,-]*)$", status, re.MULTILINE)
     return {key: parse_list(value) for key, value in found}
 
 
 def _mounts(host: Host) -> list[_Mount]:
     """The cgroup hierarchies. mountinfo also tells which part of one is mounted, which matters in containers."""
-    found = _MOUNTINFO.findall(_text(host, "/proc/self/mountinfo"))
+    found = _MOUNTINFO.findall(host.text("/proc/self/mountinfo"))
     if found:
         return [
             _Mount(kind, _octal(point), _octal(root), frozenset(opts.split(","))) for root, point, kind, opts in found
         ]
-    entries = [line.split() for line in _text(host, "/proc/mounts").splitlines()]
+    entries = [line.split() for line in host.text("/proc/mounts").splitlines()]
     mounts = [
         _Mount(words[2], _octal(words[1]), "/", frozenset(words[3].split(",")))
         for words in entries
@@ -102,9 +102,9 @@ def _octal(text: str) -> str:
 def _places(host: Host, process: str) -> dict[str, str]:
     """The process's place by controller; "" is the v2 hierarchy."""
     places: dict[str, str] = {}
-    for controllers, path in re.findall(r"^\d+:([^:]*):(/.*)$", _text(host, f"{process}/cgroup"), re.MULTILINE):
+    for controllers, path in re.findall(r"^\d+:([^:]*):(/.*)$", host.text(f"{process}/cgroup"), re.MULTILINE):
         places.update(dict.fromkeys(controllers.split(","), path))
-    if "cpuset" not in places and (place := _text(host, f"{process}/cpuset")):
+    if "cpuset" not in places and (place := host.text(f"{process}/cpuset")):
         places["cpuset"] = place
         places.setdefault("", place)
     return places
@@ -155,19 +155,12 @@ def _quota(host: Host, mounts: list[_Mount], places: dict[str, str]) -> int | No
     for mount in mounts:
         if mount.kind == "cgroup2":
             for folder in _climb(mount, places.get("", "/")):
-                found += _quotient(_text(host, f"{folder}/cpu.max"))
+                found += _quotient(host.text(f"{folder}/cpu.max"))
         elif "cpu" in mount.controllers:
             for folder in _climb(mount, places.get("cpu", "/")):
-                quota, period = (_text(host, f"{folder}/cpu.cfs_{word}_us") for word in ("quota", "period"))
+                quota, period = (host.text(f"{folder}/cpu.cfs_{word}_us") for word in ("quota", "period"))
                 found += _quotient(f"{quota} {period}")
     return min(found, default=None)
-
-
-def _text(host: Host, path: str) -> str:
-    try:
-        return host.read(path)
-    except HostError:
-        return ""
 
 
 def _quotient(text: str) -> list[int]:

@@ -15,6 +15,7 @@ from torchtuned import __version__
 from torchtuned.bus import Bus, Call, Variant
 from torchtuned.cpuset import format_list
 from torchtuned.errors import InvalidRequest, NoSuchJob
+from torchtuned.findings import Action, Finding, Severity
 from torchtuned.gpus import Sample
 from torchtuned.hostchecks import HostChecks
 from torchtuned.hostpolicy import HostPolicy
@@ -31,7 +32,7 @@ ROOT = "/org/torchtuned1"
 JOBS, GPUS = f"{ROOT}/jobs", f"{ROOT}/gpus"
 NOBODY = "/"  # the job of a GPU that is free
 ROWS = (("rows", "a(ssssss)"),)
-FINDINGS = {Outcome.FAILED: "error", Outcome.DENIED: "error", Outcome.DRIFTED: "warning"}
+FINDINGS = {Outcome.FAILED: Severity.ERROR, Outcome.DENIED: Severity.ERROR, Outcome.DRIFTED: Severity.WARNING}
 
 JOB = Interface(
     name=f"{NAME}.Job",
@@ -195,19 +196,15 @@ class Api:
         """What the daemon itself knows to be amiss, and what it sees as root. `torchtuned check` adds what it finds as
         its user. What concerns a job is for its user and for root: it may quote the job's environment.
         """
-        hint = "see journalctl -u torchtuned"
-        found = [_finding("degraded", "error", reason, "", hint) for reason in self._policy.degraded]
+        found = [_degraded(reason) for reason in self._policy.degraded]
         for row in await self._policy.verify():
             if row.outcome in FINDINGS:
-                evidence = f"{row.knob} is {row.current}, wanted is {row.wanted}: {row.reason}"
-                title = f"{row.knob} {row.outcome}"
-                found.append(_finding("knob", FINDINGS[row.outcome], title, evidence, "torchtuned apply", row.source))
+                found.append(_not_in_force(row))
         caller = await uid(self._bus, call.sender)
         mine = {job.id for job in self._manager.jobs if caller in (0, job.process.uid)}
         seen = await self.host_checks.findings()
-        documents = [finding.document() for finding in seen if not finding.job or finding.job in mine]
-        found += [{key: Variant("s", value) for key, value in document.items()} for document in documents]
-        return [found]
+        found += [finding for finding in seen if not finding.job or finding.job in mine]
+        return [[{key: Variant("s", value) for key, value in finding.document().items()} for finding in found]]
 
     async def _allow(self, call: Call, verb: str) -> None:
         await self._polkit.check(call.sender, f"{NAME}.{verb}", interactive=call.interactive)
@@ -291,7 +288,27 @@ def _rows(rows: Sequence[Row]) -> list[list[str]]:
     return [[row.knob, row.current, row.wanted, str(row.outcome), row.reason, row.source] for row in rows]
 
 
-def _finding(code: str, severity: str, title: str, evidence: str, fix: str, source: str = "") -> dict[str, Variant]:
-    values = {"code": code, "severity": severity, "title": title, "evidence": evidence, "fix": fix,
-              "class": "policy", "source": source}  # fmt: skip
-    return {key: Variant("s", value) for key, value in values.items()}
+def _degraded(reason: str) -> Finding:
+    return Finding(
+        code="degraded",
+        severity=Severity.ERROR,
+        action=Action.TELL,
+        title=reason,
+        evidence="",
+        cost="",
+        fix="see journalctl -u torchtuned",
+        source="",
+    )
+
+
+def _not_in_force(row: Row) -> Finding:
+    return Finding(
+        code="knob",
+        severity=FINDINGS[row.outcome],
+        action=Action.ASK,
+        title=f"{row.knob} {row.outcome}",
+        evidence=f"{row.knob} is {row.current}, wanted is {row.wanted}: {row.reason}",
+        cost="",
+        fix="torchtuned apply",
+        source=row.source,
+    )

@@ -13,7 +13,7 @@ How the others use it (all calls block for up to the deadline, so the daemon run
     gpus.read(addresses, fields)  {address: Reading}: for checks
     gpus.get(address, knob), gpus.set(address, knob, value): for tunables/gpu.py
     gpus.status                   NvmlStatus of the last operation: what to say, what to install
-    gpus.forget(address)          after a hotplug event (without an address: all)
+    gpus.forget()                 after a hotplug event
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 from torchtuned.cpuset import parse_mask
 from torchtuned.errors import HostError, Missing, Refused, Unreadable
 from torchtuned.host import Host
-from torchtuned.nvidia import UNLOCKED, LockedClocks, asleep, functions
+from torchtuned.nvidia import LockedClocks, asleep, functions
 from torchtuned.pci import driver
 from torchtuned.topology import GpuFacts
 
@@ -137,15 +137,10 @@ class Gpus:
         """The PCI addresses of the NVIDIA GPUs here, in PCI order, whatever holds them."""
         return tuple(function.address for function in functions(self.host) if function.is_gpu)
 
-    def forget(self, address: str | None = None) -> None:
-        """Drop what is kept about a GPU whose driver started anew or that came or went; facts of all when None."""
+    def forget(self) -> None:
+        """Drop the facts that are kept: a GPU came or went, or its driver started anew."""
         with self._lock:
-            if address is None:
-                self._facts.clear()
-            else:
-                self._facts.pop(address, None)
-        if address is not None:
-            self.locked.put(address, UNLOCKED)
+            self._facts.clear()
 
     def facts(self, addresses: Sequence[str] | None = None) -> dict[str, GpuFacts]:
         """Name, UUID, near CPUs and MIG devices. GPUs that NVML could not be asked about are left out."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import HostError, Missing, Refused, Unreadable
+
+TYPE_CHECKING = False  # `typing` and `pathlib` would be imported before every job that places itself
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # ESRCH and ENODEV: the process or device went away between open and read, which is the same as not being there
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESRCH, errno.ENODEV, errno.ENXIO, errno.ELOOP})
@@ -24,7 +27,8 @@ SPACE = (
 )
 
 
-class Space(NamedTuple):
+@dataclass(frozen=True)
+class Space:
     """Room on a file system, in bytes and in files; `free` is what users may still take, `files` 0 where unlimited."""
 
     total: int
@@ -40,9 +44,16 @@ class Host:
     """
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
-        self.root = Path(root)
+        self._root = root
         self.real = os.path.realpath(root) == "/"
         self._prefix = "" if self.real else os.fspath(root).rstrip("/")
+
+    @property
+    def root(self) -> Path:
+        """The folder; "/" for the machine itself."""
+        from pathlib import Path
+
+        return Path(self._root)
 
     def read(self, path: str) -> str:
         """The file's text without trailing white space and NUL bytes. Missing, Unreadable."""
@@ -170,6 +181,13 @@ class Host:
     def _unread(path: str, error: OSError) -> Missing | Unreadable:
         kind = Missing if error.errno in _GONE else Unreadable
         return kind(_words(error), where=path, errno=error.errno or 0)
+
+
+def stat_fields(text: str) -> list[str]:
+    """The fields of a /proc/PID/stat from the state on (0: state, 1: parent, 19: start in clock ticks after boot). The
+    name before it stands in brackets and may hold anything.
+    """
+    return text.rpartition(")")[2].split()
 
 
 def _words(error: OSError) -> str:

@@ -11,6 +11,7 @@ from torchtuned.cpulimits import folders, limits
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity
+from torchtuned.host import stat_fields
 
 THROTTLED = 0.05  # of the periods since the cgroup was made
 BINDERS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
@@ -61,8 +62,7 @@ def threads(machine: Machine) -> Iterator[Seen | Unseen]:
     for pid, job in machine.workers():
         runnable = 0
         for thread in machine.host.list(f"/proc/{pid}/task"):
-            text = machine.text(f"/proc/{pid}/task/{thread}/stat")
-            runnable += text.rpartition(")")[2].split()[:1] == ["R"]
+            runnable += stat_fields(machine.text(f"/proc/{pid}/task/{thread}/stat"))[:1] == ["R"]
         found = limits(machine.host, pid)
         cpus = min(len(found.affinity) or runnable, found.cpu_max or runnable)
         if cpus and runnable > 2 * cpus:

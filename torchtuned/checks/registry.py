@@ -16,7 +16,7 @@ from torchtuned.cpuset import CpuSet
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Finding, Severity, Unchecked
 from torchtuned.gpus import Gpus, Reading
-from torchtuned.host import Host
+from torchtuned.host import Host, stat_fields
 from torchtuned.nvidia import Function, functions
 from torchtuned.topology import Topology
 
@@ -107,7 +107,7 @@ class Machine:
         found = {}
         for name in self.host.list("/proc"):
             if name.isdigit() and (stat := self.text(f"/proc/{name}/stat")):
-                found[int(name)] = int(stat.rpartition(")")[2].split()[1])  # the name in brackets may hold anything
+                found[int(name)] = int(stat_fields(stat)[1])
         return found
 
     def family(self, pid: int) -> list[int]:

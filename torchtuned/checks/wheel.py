@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
-from torchtuned.errors import HostError
 from torchtuned.findings import Action, Severity
 
 TABLE = Path(__file__).with_name("wheels.json")
@@ -280,10 +279,7 @@ def _asked(python: str) -> list[str]:
 
 
 def _read(machine: Machine, path: str) -> Torch | None:
-    try:
-        text = machine.host.read(path)
-    except HostError:
-        return None
+    text = machine.host.text(path)
     values = dict(re.findall(r"^(__version__|cuda|hip)\b[^=\n]*=\s*['\"]?([^'\"\n]*)", text, re.MULTILINE))
     if "__version__" not in values:
         return None

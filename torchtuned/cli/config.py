@@ -18,7 +18,7 @@ from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.config import Config, Setting
 from torchtuned.configfiles import Profile, profiles, read_config
 from torchtuned.effects import effect
-from torchtuned.errors import HostError, InvalidRequest, NoSuchKnob
+from torchtuned.errors import InvalidRequest, NoSuchKnob
 from torchtuned.host import Host
 from torchtuned.policy import Entry, Wish
 from torchtuned.tunables.owners import Owners
@@ -126,10 +126,7 @@ def comment_of(host: Host, source: str) -> str:
     file, _, number = source.rpartition(":")
     if not number.isdigit():
         return ""
-    try:
-        lines = host.read(file).splitlines()[: int(number) - 1]
-    except HostError:
-        return ""
+    lines = host.text(file).splitlines()[: int(number) - 1]
     comment: list[str] = []
     while lines and lines[-1].lstrip().startswith("#"):
         comment.insert(0, lines.pop().lstrip("# ").strip())
@@ -202,13 +199,15 @@ def why_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """What is known about one knob, or several alike under one name. `entry` is the ledger's."""
+    """What is known about one knob, or several alike under one name. `entry` is the ledger's; `mentions` are lines of
+    sysctl.d (FILE:LINE) that give it a value, whoever has the last word."""
 
     name: str
     row: render.Row
     wish: Wish | None
     entry: Entry | None
     owner: str
+    mentions: tuple[str, ...]
     comment: str
 
 
@@ -233,6 +232,7 @@ def why(args: argparse.Namespace) -> int:
                 wish=wish,
                 entry=ledger.entries.get(first),
                 owner=f"{owner.name} ({owner.source})" if owner else "",
+                mentions=_mentions(owners, first),
                 comment=comment_of(host, wish.source) if wish else "",
             )
         )
@@ -245,6 +245,11 @@ def why(args: argparse.Namespace) -> int:
             print()
         render.facts(answer.name, list(_facts(answer, secret=secret)))
     return FINE
+
+
+def _mentions(owners: Owners, knob: str) -> tuple[str, ...]:
+    family, _, key = knob.partition("/")
+    return tuple(owners.assignments.mentions(key)) if family == "sysctl" else ()
 
 
 def means(text: str, knob: str) -> bool:
@@ -271,6 +276,7 @@ def _document(answer: _Answer) -> dict[str, object]:
         "before": answer.entry.original if answer.entry else None,
         "since": answer.entry.since if answer.entry else None,
         "owner": answer.owner or None,
+        "mentions": list(answer.mentions),
         "purpose": known.purpose,
         "effect": known.effect,
         "effect_source": known.source or None,
@@ -293,6 +299,8 @@ def _facts(answer: _Answer, *, secret: bool) -> Iterator[tuple[str, str]]:
     else:
         yield "before", "torchtuned has not changed it"
     yield "others", answer.owner or "nobody else is known to set it"
+    if answer.mentions:
+        yield "set in", ", ".join(answer.mentions)
     if known.purpose:
         yield "is", known.purpose
     yield "effect", known.effect + (f" [{known.source}]" if known.source else "")

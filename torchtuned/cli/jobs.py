@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from torchtuned import discover
 from torchtuned.cli import machine_map, render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
-from torchtuned.cli.machine import host_of
+from torchtuned.cli.machine import host_of, watched
 from torchtuned.client import Client, printable
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.environment import RANKS
@@ -224,7 +224,7 @@ def _gpus(nvml: object) -> list[Properties]:
                 "persistencemode": "",
                 "job": "/",
             }
-            for gpu in discover.topology(nvml.host, gpus=nvml.facts()).gpus
+            for gpu in discover.topology(nvml.host, gpus=nvml.facts(), watch=watched(nvml.host)).gpus
         ]
     samples = nvml.sample()
     for gpu in found:
@@ -290,7 +290,7 @@ def draw_map(args: argparse.Namespace) -> int:
             note(f"{error}; the map is without jobs")
     found = of_kind(objects, JOB)
     names = {str(gpu["address"]): GpuFacts(name=str(gpu.get("name") or "")) for gpu in of_kind(objects, GPU)}
-    topology = discover.topology(host, gpus=names)
+    topology = discover.topology(host, gpus=names, watch=watched(host))
     if args.json:
         print_json(topology_document(topology) | {"jobs": found})
         return FINE

@@ -11,8 +11,9 @@ from pathlib import Path
 from torchtuned import discover
 from torchtuned.cli import render
 from torchtuned.cli.command import FINE, print_json
+from torchtuned.configfiles import read_config
 from torchtuned.cpuset import CpuSet, format_list, parse_list
-from torchtuned.errors import InvalidRequest
+from torchtuned.errors import InvalidRequest, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.placement import place as place_job
 from torchtuned.placement.documents import answer, grants_in_force, topology_document
@@ -32,8 +33,16 @@ def host_of(args: argparse.Namespace) -> Host:
     return Host(args.sysroot)
 
 
+def watched(host: Host) -> tuple[tuple[str, str], ...]:
+    """Further PCI devices that count as GPUs ([gpu] watch); none of a configuration with faults, which others tell."""
+    try:
+        return read_config(host, None).gpu.watch
+    except TorchtunedError:
+        return ()
+
+
 def _discover(host: Host) -> Topology:
-    return discover.topology(host, caller=os.getpid() if host.real else None)
+    return discover.topology(host, caller=os.getpid() if host.real else None, watch=watched(host))
 
 
 # topology

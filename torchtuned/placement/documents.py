@@ -8,14 +8,18 @@ needs is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
 
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.errors import InvalidRequest
 from torchtuned.placement.grants import CONFINE, MEMORY, POLICIES, Grant, Rank, Request
 from torchtuned.topology import Topology
 
-T = TypeVar("T")
+TYPE_CHECKING = False  # `typing` would be imported before every job that places itself
+if TYPE_CHECKING:
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
+
 SCHEMA = 1
 MAX_WORDS, MAX_LENGTH = 64, 256
 _KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number"}

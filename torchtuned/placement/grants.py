@@ -9,7 +9,6 @@ from torchtuned.cpuset import CpuSet
 POLICIES = ("exclusive", "node", "socket", "core-complex")
 MEMORY = ("local", "preferred", "bind", "interleave")
 CONFINE = ("cpuset", "affinity", "none")
-WHEN_FULL = ("share", "wait", "refuse")
 
 
 @dataclass(frozen=True, kw_only=True)

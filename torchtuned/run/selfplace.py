@@ -19,13 +19,16 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 from torchtuned import cuda, discover
 from torchtuned.errors import Busy, Failed, HostError, TorchtunedError
-from torchtuned.host import Host
+from torchtuned.host import Host, stat_fields
 from torchtuned.placement import Grant, Request, Rules, grant_from_json, grant_to_json, place, request_from_json
 from torchtuned.topology import Topology
+
+TYPE_CHECKING = False  # `typing` would be imported before every job that places itself
+if TYPE_CHECKING:
+    from typing import Any
 
 SCHEMA = 1
 MAIN = "/etc/torchtuned/torchtuned.conf"
@@ -141,11 +144,7 @@ def _speaks_of_jobs(host: Host) -> bool:
     paths = [f"{folder}/{name}" for folder in FOLDERS for name in host.list(folder) if name.endswith(".conf")]
     for path in [MAIN, *paths]:
         section = ""
-        try:
-            lines = host.read(path).splitlines()
-        except HostError:
-            continue
-        for line in map(str.strip, lines):
+        for line in map(str.strip, host.text(path).splitlines()):
             if line.startswith("["):
                 section = line
             elif "=" in line and line[0] not in "#;" and (section in ("[jobs]", "[env]") or line.startswith("watch")):
@@ -184,10 +183,7 @@ def _reachable(host: Host, address: str) -> bool:
     folder = "/proc/driver/nvidia/gpus"
     if address not in host.list(folder):
         return not host.list(folder)
-    try:
-        lines = host.read(f"{folder}/{address}/information").splitlines()
-    except HostError:
-        return True
+    lines = host.text(f"{folder}/{address}/information").splitlines()
     minors = [line.partition(":")[2].strip() for line in lines if line.startswith("Device Minor")]
     return not minors or host.exists(f"/dev/nvidia{minors[0]}")
 
@@ -206,7 +202,7 @@ def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, confin
 
 def _stat(host: Host, pid: int) -> tuple[int, int, str]:
     """(parent, start time in clock ticks after boot, state) of a process. Missing, Unreadable."""
-    fields = host.read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = stat_fields(host.read(f"/proc/{pid}/stat"))
     return int(fields[1]), int(fields[19]), fields[0]
 
 

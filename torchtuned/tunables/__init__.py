@@ -90,10 +90,7 @@ class Family(Protocol):
 
 def read_words(host: Host, path: str) -> tuple[str, ...] | None:
     """A file that lists words, None when there is none."""
-    try:
-        return tuple(host.read(path).split()) or None
-    except HostError:
-        return None
+    return tuple(host.text(path).split()) or None
 
 
 class BracketKnob(Knob):

@@ -193,12 +193,7 @@ def on_battery(host: Host) -> bool:
     """Whether the machine itself (not a mouse) is discharging a battery, and no power supply is plugged in."""
     folder, discharging = "/sys/class/power_supply", False
     for name in host.list(folder) if host.exists(folder) else ():
-        words = {}
-        for file in ("type", "online", "status", "scope"):
-            try:
-                words[file] = host.read(f"{folder}/{name}/{file}")
-            except HostError:
-                words[file] = ""
+        words = {file: host.text(f"{folder}/{name}/{file}") for file in ("type", "online", "status", "scope")}
         if words["type"] in ("Mains", "USB") and words["online"] == "1":
             return False
         discharging |= words["type"] == "Battery" and words["scope"] != "Device" and words["status"] == "Discharging"

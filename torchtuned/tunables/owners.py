@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torchtuned.errors import HostError
 from torchtuned.host import Host
 from torchtuned.policy import Owner
 from torchtuned.tunables.cpu import has_preference
@@ -53,10 +52,7 @@ class Owners:
         self.assignments = Assignments(host)
         self.sysfs = SysfsSettings(host)
         self._ppd_drives = PPD in active and has_preference(host)
-        try:
-            self._command_line = host.read(COMMAND_LINE).split()
-        except HostError:
-            self._command_line = []
+        self._command_line = host.text(COMMAND_LINE).split()
 
     def owner(self, knob: str, path: str = "") -> Owner | None:
         """Who decides about a knob, and its file, None if torchtuned may."""

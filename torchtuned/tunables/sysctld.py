@@ -120,11 +120,7 @@ def resolve(host: Host, path: str) -> str:
 
 
 def _command_line(host: Host) -> Iterator[Assignment]:
-    try:
-        words = host.read(COMMAND_LINE).split()
-    except HostError:
-        return
-    for word in words:
+    for word in host.text(COMMAND_LINE).split():
         key, equals, value = word.partition("=")
         if key.startswith(("sysctl.", "sysctl/")) and equals:
             with contextlib.suppress(ValueError):

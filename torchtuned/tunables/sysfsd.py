@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from torchtuned.errors import HostError
 from torchtuned.host import Host
 from torchtuned.tunables.sysctld import config_files, resolve
 
@@ -48,11 +47,7 @@ def _sysfsutils(host: Host) -> Iterator[tuple[str, str]]:
 
 
 def _lines(host: Host, file: str) -> Iterator[tuple[list[str], str]]:
-    try:
-        lines = host.read(file).splitlines()
-    except HostError:
-        return
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(host.text(file).splitlines(), start=1):
         words = line.split()
         if words and words[0][0] not in "#;":
             yield words, f"{file}:{number}"
