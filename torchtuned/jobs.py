@@ -19,6 +19,7 @@ from typing import Any
 from torchtuned import cuda
 from torchtuned.config import Config
 from torchtuned.errors import Failed, InvalidRequest, TorchtunedError
+from torchtuned.files import replace_file
 from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, request_from_json, request_to_json
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
@@ -164,18 +165,8 @@ class Jobs:
 
     def _save(self) -> None:
         text = ",\n".join(self._lines.values())
-        temporary = self.path.with_suffix(".new")
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-                file.write(f'{{"schema":{SCHEMA},"next":{self._next},"jobs":[\n{text}\n]}}\n')
-            temporary.rename(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        table = f'{{"schema":{SCHEMA},"next":{self._next},"jobs":[\n{text}\n]}}\n'
+        replace_file(self.path, table, mode=0o600, sync=False)
 
 
 def _to_json(job: Job) -> dict[str, Any]:
