@@ -193,8 +193,8 @@ class Api:
         return []
 
     async def _check(self, call: Call) -> list[Any]:
-        """What the daemon itself knows to be amiss, and what it sees as root. `torchtuned check` adds what it finds as
-        its user. What concerns a job is for its user and for root: it may quote the job's environment.
+        """What the daemon itself knows to be amiss, what it finds, and where it could not look. `torchtuned check` adds
+        what it finds as its user. What concerns a job is for its user and for root.
         """
         found = [_degraded(reason) for reason in self._policy.degraded]
         for row in await self._policy.verify():
@@ -204,7 +204,9 @@ class Api:
         mine = {job.id for job in self._manager.jobs if caller in (0, job.process.uid)}
         seen = await self.host_checks.findings()
         found += [finding for finding in seen if not finding.job or finding.job in mine]
-        return [[{key: Variant("s", value) for key, value in finding.document().items()} for finding in found]]
+        unseen = await self.host_checks.unchecked()
+        documents = [*(finding.document() for finding in found), *(item.row() for item in unseen)]
+        return [[{key: Variant("s", value) for key, value in document.items()} for document in documents]]
 
     async def _allow(self, call: Call, verb: str) -> None:
         await self._polkit.check(call.sender, f"{NAME}.{verb}", interactive=call.interactive)

@@ -36,6 +36,16 @@ def test_findings_of_the_host_are_for_all(bus: PrivateBus, daemon: Start, tree: 
         assert "TT025" in codes(other.do("call", ROOT, MANAGER, "Check")[0])
 
 
+def test_what_could_not_be_looked_at_is_said(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    (tree / "proc/sys/vm/max_map_count").unlink(missing_ok=True)
+    daemon("--sysroot", tree)
+    [found] = bus.call(ROOT, MANAGER, "Check")
+    [row] = [item for item in found if item["code"] == "TT024"]
+    assert set(row) == {"code", "severity", "class", "title", "evidence", "cost", "fix", "source"}
+    assert (row["severity"], row["title"]) == ("unchecked", "could not be checked")
+    assert "/proc/sys/vm/max_map_count" in row["evidence"]
+
+
 def test_findings_of_a_job_are_for_its_user(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     put(tree, "sys/bus/pci/devices/0000:01:00.0/power/control", "auto\n")
     daemon("--sysroot", tree)
