@@ -134,9 +134,11 @@ async def main():
     watched = plug("0000:04:00.0", "1234:1111", "38000")
     card = bed.add_device("drm", "card1", None, [], [])
     connector = bed.add_device("drm", "card1-HDMI-A-1", None, [], [])
+    mains = bed.add_device("power_supply", "AC", None, [], ["POWER_SUPPLY_TYPE", "Mains"])
+    mouse = bed.add_device("power_supply", "hid-1", None, [], ["POWER_SUPPLY_SCOPE", "Device"])
     nic = bed.add_device("net", "eth9", None, [], [])
     monitor.start()
-    for device in (nvidia, audio, switch, amd, bmc, watched, card, connector, nic):
+    for device in (nvidia, audio, switch, amd, bmc, watched, card, connector, mains, mouse, nic):
         bed.uevent(device, "add")
     await asyncio.sleep(0.5)
     for _ in range(500):
@@ -166,6 +168,7 @@ def test_gpus_and_what_is_none(tmp_path: Path) -> None:
         ["pci", "0000:01:00.0", ["add"]],
         ["pci", "0000:02:00.0", ["add"]],
         ["pci", "0000:04:00.0", ["add"]],
+        ["power_supply", "AC", ["add"]],
     ]
     assert last == [["pci", "0000:01:00.0", ["remove"]]]
     assert 1 <= len(storm) < 50

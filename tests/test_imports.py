@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "reports.jobrecord"),
     "use cases": ("manager", "places", "confining", "pinning", "hostpolicy", "hostchecks", "leases", "reports."),
-    "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug"),
+    "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug", "newcomers"),
     "surfaces": ("dbusapi", "cli.", "client", "run."),
     "root": ("daemon", "__main__"),
 }

@@ -37,6 +37,7 @@ from torchtuned.leases import Leases
 from torchtuned.ledger import Ledger
 from torchtuned.logind import Desktop
 from torchtuned.manager import Manager
+from torchtuned.newcomers import Newcomers
 from torchtuned.notify import Notifier, kept
 from torchtuned.policy import Outcome, Row
 from torchtuned.polkit import Polkit
@@ -94,6 +95,7 @@ class Daemon:
             host, self.gpus, jobs=lambda: self.manager.jobs, ours=lambda: self.engine.ledger.entries
         )
         self._samples: dict[str, Sample] = {}
+        self._newcomers = Newcomers(host, self.gpus, self.policy, self._survey)
         self._hotplug: Hotplug | None = None
         self._watched: tuple[tuple[str, str], ...] = ()
         self._surveying = asyncio.Lock()
@@ -161,7 +163,7 @@ class Daemon:
         self.policy.reconfigured = lambda: self._spawn(self._reconfigure())
         self.policy.touched = self._touched
         if self.host.real:
-            await self.desktop.follow_sleep(lambda: self._spawn(self._renew(("cpu", "gpu", "sysctl"))))
+            await self.desktop.follow_sleep(lambda: self._spawn(self._newcomers.woke()))
         await self._reconfigure()
 
     async def _reconfigure(self) -> None:
@@ -187,14 +189,7 @@ class Daemon:
             self.policy.fault("hotplug", f"devices that come and go are not seen: {e.strerror}")
 
     def _hotplugged(self, batch: Batch) -> None:
-        self._spawn(self._renew(_concerned(batch)))
-
-    async def _renew(self, knobs: Sequence[str]) -> None:
-        """Something came, went, or woke up: look at the machine again, and let newcomers have the policy."""
-        self.gpus.forget()
-        await self._survey(cpus_moved="cpu" in knobs)
-        if knobs:
-            await self.policy.apply(only=knobs, reassert=True)
+        self._spawn(self._newcomers.changed(batch))
 
     async def _survey(self, *, cpus_moved: bool = False) -> None:
         async with self._surveying:
@@ -265,15 +260,6 @@ async def _logged(work: Coroutine[Any, Any, Any]) -> None:
         log.error("%s", e)
     except Exception:
         log.exception("unexpected")
-
-
-def _concerned(batch: Batch) -> list[str]:
-    """Which knobs the newcomers of a batch have."""
-    if batch.rescan:
-        return ["cpu", "gpu"]
-    gpus = [f"gpu/{change.name}" for change in batch.of("pci") if change.renewed]
-    cpus = ["cpu"] if any(not change.gone for change in batch.of("cpu")) else []
-    return [*cpus, *gpus]
 
 
 def _log_to(stream: Any) -> None:

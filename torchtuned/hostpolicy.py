@@ -48,6 +48,7 @@ class HostPolicy:
         self.touched: Callable[[Sequence[Row]], None] = lambda rows: None  # with what apply or undo made of the knobs
         self._engine, self._read, self._choice, self._tuners = engine, read, choice, tuners
         self._faults: dict[str, str] = {}
+        self._bad: dict[str, Row] = {}  # knobs that went wrong when last applied
         self._starting, self._given_back = True, False
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="policy")
@@ -188,11 +189,16 @@ class HostPolicy:
         return rows
 
     def _judge(self, rows: Sequence[Row], *, complete: bool) -> None:
-        bad = [row for row in rows if row.outcome in DEGRADING]
-        if bad or complete:
-            named = ", ".join(f"{row.knob} ({row.outcome}: {row.reason})" for row in bad[:MAX_NAMED])
-            more = f" and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
-            self.fault("knobs", f"knobs: {named}{more}" if bad else "")
+        if complete:
+            self._bad.clear()
+        for row in rows:
+            self._bad.pop(row.knob, None)
+            if row.outcome in DEGRADING:
+                self._bad[row.knob] = row
+        bad = list(self._bad.values())
+        named = ", ".join(f"{row.knob} ({row.outcome}: {row.reason})" for row in bad[:MAX_NAMED])
+        more = f" and {len(bad) - MAX_NAMED} more" if len(bad) > MAX_NAMED else ""
+        self.fault("knobs", f"knobs: {named}{more}" if bad else "")
 
     async def _take(self) -> None:
         try:

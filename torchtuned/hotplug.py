@@ -1,4 +1,4 @@
-"""GPUs and CPUs that come and go: udev events, collected, handed on in one piece.
+"""GPUs and CPUs that come and go, and the mains: udev events, collected, handed on in one piece.
 
 One device makes a dozen events and a power cycle of a PCI switch makes thousands, so events are collected until none
 came for QUIET_S, at the longest for LIMIT_S, and end as one call with one Change per device. When the kernel's queue
@@ -33,14 +33,14 @@ QUIET_S = 0.15
 LIMIT_S = 1.0
 AT_ONCE = 200  # events taken per turn of the loop, so that a storm does not keep others from it
 BUFFER = 16 << 20  # bytes of the socket; the default holds a few hundred events
-SUBSYSTEMS = ("pci", "drm", "cpu")
+SUBSYSTEMS = ("pci", "drm", "cpu", "power_supply")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """What happened to one device, in order, repeats left out ("remove", "add", "bind").
 
-    `name` is the kernel's: a PCI address, "card0", "cpu3".
+    `name` is the kernel's: a PCI address, "card0", "cpu3", "AC".
     """
 
     subsystem: str
@@ -66,13 +66,13 @@ class Batch:
     rescan: bool = False
 
     def of(self, subsystem: str) -> tuple[Change, ...]:
-        """The changes of "pci", "drm" or "cpu"."""
+        """The changes of "pci", "drm", "cpu" or "power_supply"."""
         return tuple(change for change in self.changes if change.subsystem == subsystem)
 
 
 class Hotplug:
     """Watches GPUs (those of pci.WATCHED and `watch` pairs of vendor and class as
-    in "0x1234", "0x0380"), DRM cards and CPUs. `changed` runs on the loop and must not block.
+    in "0x1234", "0x0380"), DRM cards, CPUs, and mains and batteries. `changed` runs on the loop and must not block.
     """
 
     def __init__(
@@ -138,6 +138,8 @@ class Hotplug:
             return
         if subsystem == "drm" and not re.fullmatch(r"card\d+|renderD\d+", name):
             return  # connectors of a card say "change" whenever a screen is plugged
+        if subsystem == "power_supply" and properties.get("POWER_SUPPLY_SCOPE") == "Device":
+            return  # a mouse's battery
         actions = self._actions.setdefault((subsystem, name), [])
         if not actions or actions[-1] != action:
             actions.append(action)
