@@ -225,6 +225,10 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"setup": "from mine import DataLoader\nloader = DataLoader(Pictures())"},
         {"setup": "options = dict(num_workers=4) if args.cuda else {}\nloader = DataLoader(Pictures(), **options)"},
         {"setup": "first = next(iter(DataLoader(Pictures())))"},
+        {
+            "after": "def check(net, data):\n    loader = DataLoader(data, 4)\n"
+            "check(net, torch.utils.data.TensorDataset(a))"
+        },
         {"after": "def predict(x):\n    return [net(y) for y in DataLoader(Pictures(x))]"},
     ],
     "TL002": [

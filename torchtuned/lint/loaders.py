@@ -1,7 +1,7 @@
 """TL001 to TL003: how batches reach the model.
 
-Silent where more processes would not help or would be wrong: datasets that are tensors in memory, iterable datasets
-(each worker would deliver everything), arguments that come out of a `**` whose keys are not known.
+Silent where more processes would be wrong or nothing is known: iterable datasets (each worker would deliver
+everything), arguments that come out of a `**` with unknown keys. Only a hint for datasets that are tensors in memory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .facts import constant
+from .facts import constant, keyword
 from .names import Bound, Module, Part, Symbol, bases
 from .program import Program, called, enclosing_function, innermost_loop
-from .rules import Finding, finding
+from .rules import HINT, Finding, finding
 
 _LOADERS = ("torch.utils.data.DataLoader", "torchdata.stateful_dataloader.StatefulDataLoader")
 _POSITIONS = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory")
@@ -46,17 +46,17 @@ def _loader(program: Program, module: Module, node: ast.Call) -> Iterator[Findin
         return
     arguments = _arguments(module, node)
     given = arguments.given
-    kind = _dataset(module, given.get("dataset"))
-    workers = given.get("num_workers")
-    value = module.value(workers)
-    if (isinstance(value, ast.Constant) and value.value == 0 and value.value is not False) or (
-        "num_workers" not in given and not arguments.open
-    ):
-        if not kind:
-            said = "num_workers=0" if "num_workers" in given else "no num_workers"
-            yield finding(module.source, node, "TL001", f"DataLoader with {said} loads in the training process")
+    kind = _dataset(program, module, given.get("dataset"))
+    value = module.value(given.get("num_workers"))
+    none = isinstance(value, ast.Constant) and value.value == 0 and value.value is not False
+    if none or ("num_workers" not in given and not arguments.open):
+        if kind != "iterable":
+            said = "num_workers=0" if none else "no num_workers"
+            message = f"DataLoader with {said} loads in the training process"
+            # tensors that lie in memory are quickly fetched: workers may or may not pay
+            yield finding(module.source, node, "TL001", message, HINT if kind == "memory" else "")
         return
-    if "num_workers" not in given or not facts.on_gpu or kind == "memory":
+    if "num_workers" not in given or not facts.on_gpu:
         return
     pinned = given.get("pin_memory")
     off = constant(pinned) is False if pinned is not None else "pin_memory" not in given and not arguments.open
@@ -129,30 +129,52 @@ def _added(module: Module, part: ast.AST, name: str) -> set[str] | None:
     return set()
 
 
-def _dataset(module: Module, node: Bound, depth: int = 6) -> str:
+def _dataset(program: Program, module: Module, node: Bound, depth: int = 6) -> str:
     """ "memory" or "iterable" where workers would not help, "" otherwise. One such of several values is enough."""
     if node is None or not depth:
         return ""
     if isinstance(node, ast.Name):
-        return _first(_dataset(module, bound, depth - 1) for bound in module.lookup(node.id, node))
+        known = _first(_dataset(program, module, bound, depth - 1) for bound in module.lookup(node.id, node))
+        return known or _passed(program, module, node, depth - 1)
     if isinstance(node, Part):
-        return _dataset(module, node.value, depth - 1)
+        return _dataset(program, module, node.value, depth - 1)
     if isinstance(node, ast.Attribute):
         value = module.value(node)
-        return _dataset(module, value, depth - 1) if isinstance(value, Part | ast.expr) and value is not node else ""
+        return (
+            _dataset(program, module, value, depth - 1)
+            if isinstance(value, Part | ast.expr) and value is not node
+            else ""
+        )
     if isinstance(node, ast.Subscript):
-        return _dataset(module, node.value, depth - 1)
+        return _dataset(program, module, node.value, depth - 1)
     if isinstance(node, ast.IfExp):
-        return _first(_dataset(module, part, depth - 1) for part in (node.body, node.orelse))
+        return _first(_dataset(program, module, part, depth - 1) for part in (node.body, node.orelse))
     if isinstance(node, ast.List | ast.Tuple | ast.ListComp):
         return "memory"
-    return _made(module, node, depth - 1) if isinstance(node, ast.Call) else ""
+    return _made(program, module, node, depth - 1) if isinstance(node, ast.Call) else ""
 
 
-def _made(module: Module, node: ast.Call, depth: int) -> str:
+def _passed(program: Program, module: Module, node: ast.Name, depth: int) -> str:
+    """What the callers of a function pass for one of its parameters."""
+    function = enclosing_function(module, node)
+    if not isinstance(function, ast.FunctionDef):
+        return ""
+    names = [item.arg for item in (*function.args.posonlyargs, *function.args.args)]
+    if node.id not in names:
+        return ""
+    index = names.index(node.id) - (names[0] in ("self", "cls"))
+    passed = []
+    for caller, call in program.calls.get(function, []):
+        by_name = keyword(call, node.id)
+        at_place = call.args[index] if 0 <= index < len(call.args) else None
+        passed.append((caller, by_name or at_place))
+    return _first(_dataset(program, caller, argument, depth) for caller, argument in passed)
+
+
+def _made(program: Program, module: Module, node: ast.Call, depth: int) -> str:
     dotted = module.dotted(node.func)
     if dotted in _WRAPPERS and node.args:
-        return _dataset(module, node.args[0], depth)
+        return _dataset(program, module, node.args[0], depth)
     if dotted in _IN_MEMORY or (dotted.startswith(("torch.", "numpy.")) and not dotted.startswith("torch.utils")):
         return "memory"
     if isinstance(node.func, ast.Name) and node.func.id in ("list", "zip", "range"):
@@ -168,14 +190,14 @@ def _made(module: Module, node: ast.Call, depth: int) -> str:
     if function is None:
         return ""
     returned = [part.value for part in ast.walk(function.node) if isinstance(part, ast.Return)]
-    return _first(_returned(function.module, value, depth) for value in returned)
+    return _first(_returned(program, function.module, value, depth) for value in returned)
 
 
-def _returned(module: Module, value: ast.expr | None, depth: int) -> str:
+def _returned(program: Program, module: Module, value: ast.expr | None, depth: int) -> str:
     """A function may return several datasets at once."""
     if isinstance(value, ast.Tuple):
-        return _first(_dataset(module, part, depth) for part in value.elts)
-    return _dataset(module, value, depth)
+        return _first(_dataset(program, module, part, depth) for part in value.elts)
+    return _dataset(program, module, value, depth)
 
 
 def _first(kinds: Iterable[str]) -> str:
