@@ -207,6 +207,46 @@ def test_jobs_outlive_the_daemon_and_the_next_knows_them(
     assert [finish(one)[2] for one in (job, other)] == [0, 0]
 
 
+@pytest.mark.parametrize("table", ["kept", "lost"])
+def test_a_job_that_waits_sits_out_a_restart(
+    bus: PrivateBus, start: Callable[..., Running], started: Daemon, daemon: Callable[..., Daemon], table: str
+) -> None:
+    holder = start(*HOLD)
+    line(holder)
+    waiting = start("--wait", "echo", "ran")
+    assert waiting.stderr is not None
+    assert waiting.stderr.readline().startswith("torchtuned-run: waiting: ")
+    started.stop(signal.SIGKILL)
+    if table == "lost":
+        (started.run_dir / "jobs.json").unlink()
+    time.sleep(1)
+    assert waiting.poll() is None, "it did not go ahead without the daemon"
+    daemon("--sysroot", bus.folder / "here")
+    if table == "kept":
+        time.sleep(0.5)
+        assert [job["State"] for job in jobs(bus)] == ["running", "queued"]
+        finish(holder)
+    assert finish(waiting) == ("ran\n", "", 0)
+
+
+def test_a_daemon_that_does_not_come_back_is_not_waited_for_long(
+    bus: PrivateBus, start: Callable[..., Running], started: Daemon
+) -> None:
+    holder = start(*HOLD)
+    line(holder)
+    waiting, short = start("--wait", "echo", "ran"), start("--wait=3", "true")
+    for job in (waiting, short):
+        assert job.stderr is not None
+        assert "waiting: " in job.stderr.readline()
+    begin = time.monotonic()
+    started.stop(signal.SIGKILL)
+    assert finish(short)[2] == 125
+    assert time.monotonic() - begin < 6
+    out, err, status = finish(waiting)
+    assert (out, status) == ("ran\n", 0)
+    assert "placed without torchtunedd" in err
+
+
 def test_a_daemon_that_hangs_is_not_waited_for(start: Callable[..., Running], started: Daemon) -> None:
     started.process.send_signal(signal.SIGSTOP)
     try:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 COMMIT_S = 10.0  # PID 1 makes a scope meanwhile, and a busy one takes its time
 POLL_S = 5.0
+ABSENT_S, ASK_S = (
+    10.0,
+    0.2,
+)  # how long the daemon may be away while a job waits (it is restarted), how often it is asked
 SHOWN = 4096  # characters of the command that the daemon is told, to show
 JOB = "org.torchtuned1.Job"
 # placing without the daemon would fail as well, or go against the administrator
@@ -35,6 +39,10 @@ FINAL = (errors.InvalidRequest, errors.NoSuchGpu, errors.Unplaceable, errors.Bus
 
 class InsideJob(errors.TorchtunedError):
     """This very process is a job already: a script that was started by torchtuned-run execs torchtuned-run."""
+
+
+class Forgotten(errors.TorchtunedError):
+    """The daemon that is back does not know of a job that was waiting."""
 
 
 class Place:
@@ -132,18 +140,19 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
         gpus = min(gpus, 4096) if isinstance(gpus, int) else 0
         request = {**request, "ranks": gpus or None}
         settle_count(counted, gpus)
-    pidfd = os.pidfd_open(os.getpid())
-    try:
-        answer = client.call(ROOT, MANAGER, "Register", "hs", pidfd, json.dumps(request, ensure_ascii=False))
-    except errors.InvalidRequest:
-        jobs = [interfaces.get(JOB, {}) for interfaces in client.objects().values()]
-        if any(job.get("Pid") == os.getpid() for job in jobs):
-            raise InsideJob("this process is a job of torchtunedd already") from None
-        raise
-    os.close(pidfd)
-    if len(answer) != 2 or not str(answer[0]).startswith(ROOT + "/jobs/"):
-        raise errors.Failed("torchtunedd's answer to Register is not understood")
-    job = str(answer[0])
+    deadline = time.monotonic() + options.wait if options.wait else None
+    while True:
+        try:
+            return take_place(client, options, request, mask, deadline)
+        except Forgotten:
+            pass  # it waits anew, behind those who wait now
+
+
+def take_place(
+    client: Client, options: Options, request: dict[str, Any], mask: frozenset[int], deadline: float | None
+) -> Place:
+    """Register, wait for a place until the deadline, move, commit."""
+    job, answer = register(client, request)
 
     def give_back() -> None:
         try:
@@ -152,9 +161,9 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
             pass  # an uncommitted grant expires, and a committed one ends with this process
 
     try:
-        grant = read_grant(answer[1], mask)
+        grant = read_grant(answer, mask)
         if grant["state"] == "queued":
-            grant = wait_for(client, job, grant, options, mask)
+            grant = wait_for(client, job, grant, options, mask, deadline)
         if options.explain:
             give_back()
         else:
@@ -166,6 +175,23 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
         give_back()
         raise
     return Place(grant, "torchtunedd", give_back)
+
+
+def register(client: Client, request: dict[str, Any]) -> tuple[str, object]:
+    """The job's object path, and its grant as it came."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        answer = client.call(ROOT, MANAGER, "Register", "hs", pidfd, json.dumps(request, ensure_ascii=False))
+    except errors.InvalidRequest:
+        jobs = [interfaces.get(JOB, {}) for interfaces in client.objects().values()]
+        if any(job.get("Pid") == os.getpid() for job in jobs):
+            raise InsideJob("this process is a job of torchtunedd already") from None
+        raise
+    finally:
+        os.close(pidfd)
+    if len(answer) != 2 or not str(answer[0]).startswith(ROOT + "/jobs/"):
+        raise errors.Failed("torchtunedd's answer to Register is not understood")
+    return str(answer[0]), answer[1]
 
 
 def read_grant(text: object, mask: frozenset[int]) -> dict[str, Any]:
@@ -180,30 +206,46 @@ def read_grant(text: object, mask: frozenset[int]) -> dict[str, Any]:
         raise errors.Failed(f"torchtunedd's grant is not accepted: {error}") from None
 
 
-def wait_for(client: Client, job: str, grant: dict[str, Any], options: Options, mask: frozenset[int]) -> dict[str, Any]:
-    """Wait until a queued job has its place: a signal says so; now and then the job is looked at as well, for the
-    daemon may have been restarted. Raises Busy when the time is up.
+def wait_for(
+    client: Client, job: str, grant: dict[str, Any], options: Options, mask: frozenset[int], deadline: float | None
+) -> dict[str, Any]:
+    """Wait until a queued job has its place: a signal says so; now and then the job is looked at as well.
+
+    A daemon that is restarted meanwhile knows its queue afterwards. Placing without it in between would put the job on
+    CPUs that others have, ahead of all who wait. Raises Busy when the time is up, Forgotten when the daemon came back
+    without this job, DaemonUnreachable when it does not come back within ABSENT_S.
     """
-    deadline = time.monotonic() + options.wait if options.wait else None
     client.watch("Granted")
     why = grant["warnings"][0] if grant["warnings"] else "nothing is free"
     if options.explain:
         raise errors.Busy(why, hint="the job would wait")
     if not options.quiet:
         say(f"waiting: {why}")
+    absent_since = 0.0
+    was_away = False
     while True:
+        left = POLL_S if deadline is None else deadline - time.monotonic()
         try:
             state = client.properties(job, JOB).get("State")
+            absent_since = 0.0
+            if state == "granted":
+                return {**grant, "confinement": "none"}  # what it got comes with Commit
+            if left <= 0:
+                raise errors.Busy(f"no place within {options.wait:g} s: {why}")
+            signalled = client.wait_signal("Granted", min(left, POLL_S))
+            if signalled is not None and len(signalled) == 2 and signalled[0] == job:
+                return read_grant(signalled[1], mask)
+        except errors.DaemonUnreachable:
+            was_away, absent_since = True, absent_since or time.monotonic()
+            if left <= 0:
+                raise errors.Busy(f"no place within {options.wait:g} s: {why}") from None
+            if time.monotonic() - absent_since >= ABSENT_S:
+                raise
+            time.sleep(min(left, ASK_S))
         except errors.Failed:
+            if was_away:
+                raise Forgotten("torchtunedd does not know this job any more") from None
             raise errors.Busy(f"the wait is over: {why}") from None
-        if state == "granted":
-            return {**grant, "confinement": "none"}  # what it got comes with Commit
-        left = POLL_S if deadline is None else deadline - time.monotonic()
-        if left <= 0:
-            raise errors.Busy(f"no place within {options.wait:g} s: {why}")
-        signalled = client.wait_signal("Granted", min(left, POLL_S))
-        if signalled is not None and len(signalled) == 2 and signalled[0] == job:
-            return read_grant(signalled[1], mask)
 
 
 def confine(grant: dict[str, Any]) -> list[str]:
