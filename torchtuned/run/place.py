@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 
 COMMIT_S = 10.0  # PID 1 makes a scope meanwhile, and a busy one takes its time
 POLL_S = 5.0
-ABSENT_S, ASK_S = (
-    10.0,
-    0.2,
-)  # how long the daemon may be away while a job waits (it is restarted), how often it is asked
+ABSENT_S = 10.0  # how long the daemon may be away, to be restarted, while a job waits
+ASK_S = 0.2
 SHOWN = 4096  # characters of the command that the daemon is told, to show
 JOB = "org.torchtuned1.Job"
 # placing without the daemon would fail as well, or go against the administrator
@@ -233,8 +231,6 @@ def wait_for(
             if left <= 0:
                 raise errors.Busy(f"no place within {options.wait:g} s: {why}")
             signalled = client.wait_signal("Granted", min(left, POLL_S))
-            if signalled is not None and len(signalled) == 2 and signalled[0] == job:
-                return read_grant(signalled[1], mask)
         except errors.DaemonUnreachable:
             was_away, absent_since = True, absent_since or time.monotonic()
             if left <= 0:
@@ -242,10 +238,13 @@ def wait_for(
             if time.monotonic() - absent_since >= ABSENT_S:
                 raise
             time.sleep(min(left, ASK_S))
+            continue
         except errors.Failed:
             if was_away:
                 raise Forgotten("torchtunedd does not know this job any more") from None
             raise errors.Busy(f"the wait is over: {why}") from None
+        if signalled is not None and len(signalled) == 2 and signalled[0] == job:
+            return read_grant(signalled[1], mask)
 
 
 def confine(grant: dict[str, Any]) -> list[str]:
