@@ -27,7 +27,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("reports.accounting", "reports.postmortem"),
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "reports.jobrecord"),
-    "use cases": ("manager", "places", "confining", "pinning", "hostpolicy", "hostchecks", "leases", "reports."),
+    "use cases": (
+        *("manager", "places", "confining", "pinning", "selfplaced", "leases"),
+        *("hostpolicy", "hostchecks", "reports."),
+    ),
     "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug", "newcomers"),
     "surfaces": ("dbusapi", "cli.", "client", "run."),
     "root": ("daemon", "__main__"),

@@ -495,7 +495,14 @@ def test_scopes_are_watched_before_they_are_asked_for(
         watched.append(one.pid1.watching)
         raise Failed("silence")
 
+    may_say = asyncio.Event()
+
+    async def has_scope(name: str) -> bool:
+        await may_say.wait()
+        return name in one.pid1.live
+
     monkeypatch.setattr(one.pid1, "scopes", unknown)
+    monkeypatch.setattr(one.pid1, "has_scope", has_scope)
     table = Jobs(one.table.path)
     again = Manager(one.host, table, one.policy, one.pid1, one.view, lent=one.lent, jobs_active=lambda active: None)
     again.topology = one.manager.topology
@@ -504,6 +511,7 @@ def test_scopes_are_watched_before_they_are_asked_for(
         await again.adopt()
         assert watched == [3]
         assert [job.id for job in table] == ["1", "2", "3"]  # kept until PID 1 says that they are gone
+        may_say.set()
         await one.settle(lambda: [job.id for job in table] == ["2", "3"])
         assert one.pid1.watching == 2
         await again.close()

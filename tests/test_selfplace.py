@@ -264,15 +264,44 @@ def test_a_folder_of_another_user_is_not_trusted(runtime: Path, host: Host) -> N
     assert list(runtime.iterdir()) == []
 
 
-def test_where_the_table_is(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
+def test_where_the_table_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, locks = tmp_path / "mine", tmp_path / "locks"
     mine.mkdir(mode=0o700)
+    locks.mkdir()
+    locks.chmod(0o1777)
+    monkeypatch.setattr(selfplace, "LOCKS", str(locks))
     uid = os.getuid()
     assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{mine}/torchtuned"
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, 4321) == "/tmp/torchtuned-4321", "not that user's"
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": "relative"}, 4321) == "/tmp/torchtuned-4321"
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, 4321) == f"{locks}/torchtuned-4321", "not that user's"
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": "relative"}, 4321) == f"{locks}/torchtuned-4321"
     mine.chmod(0o777)
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) != f"{mine}/torchtuned"
+    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{locks}/torchtuned-{uid}"
+    (locks / "torchtuned-4321").mkdir()
+    assert selfplace.folder_path({}, 4321) == "/tmp/torchtuned-4321", "somebody else was there first"
+    for mode in (0o777, 0o755):
+        locks.chmod(mode)
+        assert selfplace.folder_path({}, 4322) == "/tmp/torchtuned-4322", "there others could take it away"
+    monkeypatch.setattr(selfplace, "LOCKS", str(tmp_path / "nothing"))
+    assert selfplace.folder_path({}, 4322) == "/tmp/torchtuned-4322"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the folder is root's")
+def test_the_daemon_can_read_it_and_nobody_can_lock_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host
+) -> None:
+    """The daemon is root without the right to read what is private."""
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr(selfplace, "LOCKS", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    before = os.umask(0o077)
+    try:
+        selfplace.place_self(wishes(command=["secret"]), pid=101, host=host)
+    finally:
+        os.umask(before)
+    folder = tmp_path / "torchtuned-0"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())}
+    assert modes == {"torchtuned-0": 0o711, "jobs.json": 0o644, "lock": 0o600}
+    assert "secret" not in (folder / "jobs.json").read_text()
 
 
 def test_a_lock_that_is_never_released_costs_a_warning(

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torchtuned import processes
 from torchtuned.confining import Confiner, Pid1
 from torchtuned.cpulimits import limits
-from torchtuned.errors import Busy, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
+from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job, Jobs, State, document, parse_request
@@ -26,6 +26,7 @@ from torchtuned.pinning import Hotplug, pin_again
 from torchtuned.placement import Request
 from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
+from torchtuned.selfplaced import self_placed
 from torchtuned.topology import Topology
 
 COMMIT_S = 10.0  # how long a grant waits for its Commit
@@ -210,6 +211,7 @@ class Manager:
             self._set_timer(job)
             if job.scope and (live is None or not there):
                 self._spawn(self._check_scope(job.id))
+        await self._adopt_self_placed()
         for job in self._table:
             if job.state is State.QUEUED:
                 self._around[job.id] = self._places.around(await asyncio.to_thread(look, self._host, job.process))
@@ -217,6 +219,27 @@ class Manager:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
         self._followed()
+
+    async def _adopt_self_placed(self) -> None:
+        """Those that found no daemon. What earlier jobs have already stays theirs."""
+        for found in await asyncio.to_thread(self_placed, self._host, self.topology):
+            mine = self._table.of_user(found.process.uid) < JOBS_PER_USER
+            known = any(job.process == found.process for job in self._table)
+            pidfd = processes.reopen(found.process) if mine and not known and found.grant is not None else None
+            if pidfd is None or found.grant is None:
+                continue
+            taken = {gpu for grant in self._table.grants for gpu in grant.gpus}
+            grant = replace(found.grant, gpus=tuple(gpu for gpu in found.grant.gpus if gpu not in taken))
+            job = replace(found, id=self._table.new_id(), grant=grant)
+            try:
+                self._table.put(job)
+            except Failed as e:
+                os.close(pidfd)
+                log.warning("%s", e)
+                return
+            log.info("job %s of uid %d: process %d placed itself", job.id, job.process.uid, job.process.pid)
+            self._watch(job.id, pidfd)
+            self._view.job_added(job)
 
     async def close(self) -> None:
         """Let go of everything in memory; the table stays for the next daemon."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def started(bus: PrivateBus, daemon: Callable[..., Daemon]) -> Daemon:
             "sys": "-> /sys",
             "proc": "-> /proc",
             "dev": "-> /dev",
+            "run/lock": "-> /run/lock",
             "usr/share/torchtuned/profiles/training.conf": "[policy]\ndescription = changes nothing\n",
         },
     )
@@ -205,6 +207,26 @@ def test_jobs_outlive_the_daemon_and_the_next_knows_them(
     assert mask(job) == before
     assert not mask(other) & before
     assert [finish(one)[2] for one in (job, other)] == [0, 0]
+
+
+@pytest.mark.skipif(not Path("/run/lock").is_dir(), reason="there is no /run/lock")
+def test_jobs_that_placed_themselves_are_adopted(
+    bus: PrivateBus, start: Callable[..., Running], started: Daemon, daemon: Callable[..., Daemon]
+) -> None:
+    started.stop()
+    alone = start("--cpus=1", *HOLD, user=USER)
+    line(alone)
+    first = daemon("--sysroot", bus.folder / "here")
+    told = next(job for job in jobs(bus) if job["Pid"] == alone.pid)
+    assert (told["Uid"], told["State"], told["Cpus"]) == (USER, "running", format_list(mask(alone)))
+    other = start("--cpus=1", *HOLD)
+    line(other)
+    assert not mask(other) & mask(alone)
+    first.stop(signal.SIGKILL)
+    daemon("--sysroot", bus.folder / "here")
+    assert [job["Id"] for job in jobs(bus) if job["Pid"] == alone.pid] == [told["Id"]], "once"
+    finish(alone)
+    wait_until(lambda: all(job["Pid"] != alone.pid for job in jobs(bus)))
 
 
 @pytest.mark.parametrize("table", ["kept", "lost"])

@@ -2,9 +2,14 @@
 
 In a container, or where torchtunedd does not run, nobody sees all jobs. What can be kept apart are the jobs of one
 user: they are written to a table in a folder that only the user can write, under a lock, each as process id and start
-time, so that a job that has ended needs nobody to say so. A daemon that comes later reads the table and adopts them.
+time, so that a job that has ended needs nobody to say so.
 
-The table is `jobs.json` in $XDG_RUNTIME_DIR/torchtuned, else /run/user/UID/torchtuned, else /tmp/torchtuned-UID:
+The table is `jobs.json` in /run/lock/torchtuned-UID, where a daemon that comes later finds it and adopts the jobs
+(selfplaced.py): a folder that every Debian system has with or without a daemon, and one that the daemon, which may
+not read what is private to a user, can read. So others can read it, too, and it holds no command. Where there is no
+such folder, or somebody else has taken that name in it, it is /run/user/UID/torchtuned, else /tmp/torchtuned-UID. A
+folder of the user that XDG_RUNTIME_DIR names goes before all of these, unless it is the usual one. There jobs are
+kept apart, and not adopted:
 {"schema": 1, "jobs": [{"pid", "start", "uid", "since", "request", "grant", "confinement"}, ...]}.
 """
 
@@ -37,6 +42,7 @@ FOLDERS = (
     *("/etc/torchtuned/profiles", "/usr/share/torchtuned/profiles"),
 )
 TABLE, LOCK = "jobs.json", "lock"
+LOCKS = "/run/lock"
 LOCK_S = 5.0
 RETRY_S = 1.0
 MAX_TABLE = 4 << 20  # bytes
@@ -194,7 +200,7 @@ def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, confin
         "start": _stat(host, pid)[1],
         "uid": os.getuid(),
         "since": int(time.time() * 1e6),
-        "request": dict(wishes),
+        "request": {**wishes, "command": []},
         "grant": grant_to_json(grant),
         "confinement": confinement,
     }
@@ -220,6 +226,7 @@ class _Table:
 
     def __init__(self, folder: int) -> None:
         self._folder = folder
+        self._mode = 0o644 if folder >= 0 and os.fstat(folder).st_mode & 0o001 else 0o600
 
     def live(self, host: Host, pid: int) -> list[dict[str, Any]]:
         """The entries of processes that are still there, without any older one of `pid`."""
@@ -253,6 +260,7 @@ class _Table:
             with suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=self._folder)
             with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._folder), "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), self._mode)
                 json.dump({"schema": SCHEMA, "jobs": jobs}, file)
             os.replace(temporary, TABLE, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except OSError as error:
@@ -298,12 +306,27 @@ def _table(warnings: list[str]) -> Iterator[_Table]:
 
 
 def folder_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
-    """Where the table of a user is: in the runtime folder, named or not, if that is the user's own."""
+    """Where the table of a user is."""
     uid = os.getuid() if uid is None else uid
-    for runtime in (environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"):
-        if runtime.startswith("/") and _is_own_folder(runtime, uid):
-            return f"{runtime}/torchtuned"
-    return f"/tmp/torchtuned-{uid}"
+    named, usual = environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"
+    if named.startswith("/") and named != usual and _is_own_folder(named, uid):
+        return f"{named}/torchtuned"
+    if _is_free(LOCKS, f"torchtuned-{uid}", uid):
+        return f"{LOCKS}/torchtuned-{uid}"
+    return f"{usual}/torchtuned" if _is_own_folder(usual, uid) else f"/tmp/torchtuned-{uid}"
+
+
+def _is_free(folder: str, name: str, uid: int) -> bool:
+    """Whether a user may have that name in a folder of root's where everybody makes files and nobody takes others'."""
+    try:
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid or found.st_mode & 0o1777 != 0o1777:
+            return False
+        return os.lstat(f"{folder}/{name}").st_uid == uid
+    except FileNotFoundError as error:
+        return bool(error.filename != folder)
+    except OSError:
+        return False
 
 
 def _is_own_folder(path: str, uid: int) -> bool:
@@ -318,8 +341,9 @@ def _is_own_folder(path: str, uid: int) -> bool:
 def _open_folder() -> int:
     """A descriptor of the folder, which must be a real one, this user's, and writable for nobody else."""
     path = folder_path()
+    mode = 0o711 if path.startswith(f"{LOCKS}/") else 0o700
     try:
-        os.mkdir(path, 0o700)
+        os.mkdir(path, mode)
     except FileExistsError:
         pass
     try:
@@ -329,10 +353,12 @@ def _open_folder() -> int:
             raise Failed("not a folder, or a link", where=path) from None
         raise
     found = os.fstat(fd)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 & ~mode:
         os.close(fd)
         what = f"owned by user {found.st_uid}" if found.st_uid != os.getuid() else "open to other users"
-        raise Failed(what, where=path, hint="remove it, or chmod it to 700")
+        raise Failed(what, where=path, hint=f"remove it, or chmod it to {mode:o}")
+    if found.st_mode & 0o777 != mode:  # the umask took something
+        os.fchmod(fd, mode)
     return fd
 
 
