@@ -108,9 +108,14 @@ FAULTS: dict[str, list[dict[str, str]]] = {
         {"step": "outputs.append(output.cpu().numpy())"},
     ],
     "TL009": [{"step": "values = loss.detach().numpy()"}, {"step": "values = output.argmax(1).tolist()"}],
-    "TL010": [{"step": "total += float(loss)"}, {"step": "total += float(loss.detach() * 2)"}],
+    "TL010": [
+        {"step": "accuracy = (output.argmax(1) == y).float().mean()\ntotal += float(accuracy)"},
+        {"step": "total += float(loss)"},
+        {"step": "total += float(loss.detach() * 2)"},
+    ],
     "TL011": [
         {"step": "print(loss)"},
+        {"step": "print(output)"},
         {"step": "print('loss', loss)"},
         {"step": "print(f'{i}: {loss:.3f}')"},
         {"step": "print('{}: {}'.format(i, loss))"},
@@ -154,6 +159,7 @@ FAULTS: dict[str, list[dict[str, str]]] = {
             "after": "def validate(model, loader):\n    model.eval()\n"
             "    for x, y in loader:\n        model(x.to(device))"
         },
+        {"after": "def evaluate(model, val_loader):\n    for x in val_loader:\n        total += model(x)"},
         {"after": "model.eval()\ntotal = 0\nfor x in val_loader:\n    total += model.forward(x)"},
         {
             "after": """
@@ -369,6 +375,7 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"after": "model.eval()\ntorch.set_grad_enabled(False)\nfor x in val_loader:\n    model(x)"},
         {"after": "model.eval()\nmodel.train()\nfor x in val_loader:\n    model(x)"},
         {"after": "model.eval()\nfor x in val_loader:\n    model(x).sum().backward()"},
+        {"after": "def evaluate(model, names):\n    for name in names:\n        model(name)"},
         {"after": "teacher.eval()\nfor x in loader:\n    student(x)"},
         {
             "after": "import lightning as L\nclass Lit(L.LightningModule):\n"

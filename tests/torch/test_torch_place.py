@@ -134,6 +134,7 @@ def test_a_rank_bound_for_real() -> None:
         ("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": "-1"}, False),
         ("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": "-1,0"}, False),
         ("dev/nvidiactl", {}, False),
+        ("dev/dxg", {}, True),
         ("dev/kfd", {}, True),
         ("dev/kfd", {"HIP_VISIBLE_DEVICES": ""}, False),
         ("dev/null", {}, False),

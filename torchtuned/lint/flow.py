@@ -39,6 +39,15 @@ def key(node: ast.AST) -> str:
     return ""
 
 
+def _models(module: Module) -> frozenset[str]:
+    """Names that are treated as models: put into a mode, asked for parameters, or called what everybody calls them."""
+    found = {"model", "net", "self.model", "self.net"}
+    for node in module.source.nodes:
+        if isinstance(node, ast.Attribute) and node.attr in ("train", "eval", "parameters", "named_parameters"):
+            found.add(key(node.value))
+    return frozenset(found - {"", "self"})
+
+
 def loss_expression(module: Module, call: ast.Call) -> ast.expr | None:
     """The tensor that a backward call starts from."""
     function = call.func
@@ -68,6 +77,7 @@ class Flow:
             self.losses |= {key(node.value) for node in ast.walk(owner) if isinstance(node, ast.Return) and node.value}
             self.losses -= {""}
             self.state = {argument.arg: MAYBE for argument in owner.args.args[1:2]}
+        self.models = _models(step.module)
         self.seeds = self._slice()
         self.visit: Callable[[ast.stmt | ast.expr], None] | None = None
 
@@ -237,7 +247,8 @@ class Flow:
         name = key(target)
         if name not in self.seeds or not self._computes(value):
             return NO
-        return SURE if name in self.losses else MAYBE
+        modelled = isinstance(value, ast.Call) and key(value.func) in self.models
+        return SURE if name in self.losses or modelled else MAYBE
 
     def _set(self, target: ast.expr, grade: int) -> None:
         name = key(target.value if isinstance(target, ast.Starred) else target)
@@ -273,7 +284,7 @@ class Flow:
             return NO if isinstance(node.op, ast.Not) else self.grade(node.operand)
         if isinstance(node, ast.Compare):
             identity = any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
-            return NO if identity else min(max(map(self.grade, [node.left, *node.comparators])), MAYBE)
+            return NO if identity else max(map(self.grade, [node.left, *node.comparators]))
         if isinstance(node, ast.Subscript):
             container = self.grade(node.value)
             return container if constant(node.slice) is None or container == NO else min(container, MAYBE)

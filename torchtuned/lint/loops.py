@@ -13,6 +13,7 @@ from .program import Program, called, is_optimizer_step
 from .rules import Finding, finding
 
 _OFF = frozenset({"no_grad", "inference_mode", "set_grad_enabled", "enable_grad", "volatile", "_no_grad", "generate"})
+_EVALUATING = re.compile(r"_?(validate|evaluate|eval|validation)(_|$)", re.IGNORECASE)
 _OFF_NAME = re.compile(r"no_?grad|inference", re.IGNORECASE)
 _GRADIENTS = frozenset(
     {"grad", "requires_grad", "requires_grad_", "autograd", "backward", "functional_call", "jacobian"}
@@ -43,10 +44,19 @@ def _evaluation(program: Program, module: Module, function: ast.AST) -> Iterator
                 if _mode(later, "train") or _switches(later):
                     break
                 if isinstance(later, ast.For | ast.While):
-                    call = _forward(later, model)
-                    if call is not None and not _gradients_off(program, module, later, function):
-                        yield finding(module.source, call, "TL019", f"`{model}` is evaluated with autograd on")
+                    yield _evaluated(program, module, later, model, function)
                     break
+    if isinstance(function, ast.FunctionDef) and _EVALUATING.match(function.name):
+        for item in function.body:
+            if isinstance(item, ast.For) and any(word.lower().endswith("loader") for word in words(item.iter)):
+                yield _evaluated(program, module, item, "model", function)
+
+
+def _evaluated(program: Program, module: Module, loop: ast.stmt, model: str, function: ast.AST) -> Finding | None:
+    call = _forward(loop, model)
+    if call is None or _gradients_off(program, module, loop, function):
+        return None
+    return finding(module.source, call, "TL019", f"`{model}` is evaluated with autograd on")
 
 
 def _blocks(function: ast.AST) -> Iterator[list[ast.stmt]]:

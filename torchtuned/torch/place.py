@@ -129,7 +129,7 @@ def _core(root: Path, cpu: int) -> str:
 
 def _has_gpu(root: Path, environ: Mapping[str, str]) -> bool:
     """By device files, as asking CUDA would initialise it. An empty list of visible devices means none."""
-    nvidia = any(re.fullmatch(r"nvidia\d+", name) for name in _names(root / "dev"))
+    nvidia = any(re.fullmatch(r"nvidia\d+|dxg", name) for name in _names(root / "dev"))  # dxg: a GPU under WSL
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if nvidia and (visible is None or _first_visible(visible)):
         return True
