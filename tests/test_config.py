@@ -76,7 +76,12 @@ def test_the_settings_that_steer_torchtuned_itself() -> None:
                "[session]\ninhibit = none\npower_profile = keep\n"),
     ])  # fmt: skip
     assert (merged.jobs.confine, merged.jobs.slots, merged.jobs.reserved) == ("affinity", 4, frozenset({0, 1}))
-    assert merged.jobs.limits == {"nofile": "hard", "memlock": "keep", "core": "0"}
+    assert merged.jobs.limits == {
+        "nofile": "hard",
+        "memlock": "keep",
+        "core": "0",
+        "oom_score_adj": "keep",
+    }
     assert (merged.env.omp_max_gpu, merged.env.profiles) == (4, ("cpu", "memory"))
     assert merged.gpu.watch == (("0x1e52", "0x1200"),)
     assert (merged.session.inhibit, merged.session.power_profile) == ((), "keep")

@@ -1,0 +1,155 @@
+"""Two and four training jobs at once on this machine: placed by nobody, torch's own tools, torchtuned, and by hand.
+
+usage: python3 benchmarks/peers.py --python PYTHON-WITH-TORCH [--rounds N] [--seconds S] [--jobs 2,4] [--json]
+
+Every round runs each way once, in an order that moves on, and sums the samples/s of its jobs; figures are medians, and
+the ratios are the medians of the rounds' own ratios, of this one run. A way that does not work here (torchrun's
+--numa-binding needs GPUs and numactl, run_cpu a lscpu that it can read) is named with the reason and left out. By
+hand: the cores divided with taskset, and as many threads. Fewer cores than jobs are dealt round and round.
+Aims: torchtuned at least the best peer, and at least 0.95 of by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from two_jobs import ENTRY, TRAIN, cores, samples
+
+OURS, DEFAULT, HAND = "torchtuned-run", "default", "taskset by hand"
+TORCHRUN, RUN_CPU = "torchrun --numa-binding", "torch.backends.xeon.run_cpu"
+PEERS = (DEFAULT, TORCHRUN, RUN_CPU)
+Way = tuple[list[list[str]], str]
+
+
+def parts(every: list[str], jobs: int) -> list[list[str]]:
+    """The cores for each of so many jobs; with fewer cores than jobs they are dealt round and round."""
+    each = max(1, len(every) // jobs)
+    return [[every[(job * each + i) % len(every)] for i in range(each)] for job in range(jobs)]
+
+
+def ways(python: str, run: list[str], jobs: int, seconds: float) -> dict[str, Way]:
+    """Command lines and OMP_NUM_THREADS ("": not set) of each way, for so many jobs at once."""
+    every = cores()
+    shares = parts(every, jobs)
+    each = len(shares[0])
+    train = [str(TRAIN), "--seconds", str(seconds)]
+    job = [python, *train]
+    # what run_cpu offers for several jobs: one after the other is told its rank
+    rank = [python, "-m", "torch.backends.xeon.run_cpu", "--use-default-allocator", "--disable-iomp"]
+    rank += ["--ninstances", str(jobs), "--ncores-per-instance", str(each)]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--numa-binding=exclusive"]
+    return {
+        DEFAULT: ([job] * jobs, ""),
+        TORCHRUN: ([[*torchrun, *train]] * jobs, ""),
+        RUN_CPU: ([[*rank, "--rank", str(number), *train] for number in range(jobs)], ""),
+        OURS: ([[*run, "--quiet", f"--cpus={each}", *job]] * jobs, ""),
+        HAND: ([["taskset", "-c", ",".join(share), *job] for share in shares], str(each)),
+    }
+
+
+def why_not(way: Way, environ: dict[str, str]) -> str:
+    """Why a way does not work here, by starting the first of its jobs for a moment; "" when it does."""
+    words = way[0][0]
+    words = [*words[: words.index("--seconds") + 1], "0.1"]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 0 and "samples/s" in done.stdout:
+        return ""
+    said = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
+    return said[-1] if said else f"it ended with {done.returncode}"
+
+
+def measure(options: argparse.Namespace, environ: dict[str, str], console: Console) -> list[dict[str, Any]]:
+    """One document for each number of jobs."""
+    run = [options.run] if options.run else ["/usr/bin/python3", "-I", "-c", ENTRY]
+    plans: dict[int, dict[str, Way]] = {n: ways(options.python, run, n, options.seconds) for n in options.jobs}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    documents = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        for number, plan in plans.items():
+            bar = progress.add_task(f"{number} jobs: what works", total=len(plan))
+            missing: dict[str, str] = {}
+            for name, way in plan.items():
+                if reason := why_not(way, environ):
+                    missing[name] = reason
+                progress.advance(bar)
+            names = [name for name in plan if name not in missing]
+            rates: dict[str, list[float]] = {name: [] for name in names}
+            progress.reset(bar, total=options.rounds * len(names))
+            for turn in range(options.rounds):
+                for step in range(len(names)):
+                    name = names[(turn + step) % len(names)]
+                    progress.update(bar, description=f"{number} jobs: {name}")
+                    rate = samples(plan[name][0], environ, plan[name][1])
+                    if not rate:
+                        sys.exit(f"{name}: not one step in {options.seconds:g} s; give it more --seconds")
+                    rates[name].append(rate)
+                    progress.advance(bar)
+            documents.append({"jobs": number, "samples_per_s": rates, "missing": missing, **ratios(rates)})
+    return documents
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians by way, and the medians of torchtuned's rates by another way's in the same round."""
+    by = {
+        name: statistics.median(ours / theirs for ours, theirs in zip(rates[OURS], found, strict=True))
+        for name, found in rates.items()
+        if name != OURS and OURS in rates
+    }
+    return {"medians": {name: statistics.median(found) for name, found in rates.items()}, "torchtuned_by": by}
+
+
+def show(document: dict[str, Any], every: list[str]) -> None:
+    """A table for people."""
+    print(f"\n{document['jobs']} jobs at once on {len(every)} cores")
+    print(f"{'':30}{'samples/s':>10}{'least':>9}{'most':>9}{'torchtuned by it':>18}")
+    for name, found in document["samples_per_s"].items():
+        ratio = document["torchtuned_by"].get(name)
+        last = f"{ratio:18.3f}" if ratio is not None else ""
+        print(f"{name:30}{document['medians'][name]:10.0f}{min(found):9.0f}{max(found):9.0f}{last}")
+    for name, why in document["missing"].items():
+        print(f"{name:30}does not work here: {why[:160]}")
+    found = [document["torchtuned_by"][name] for name in PEERS if name in document["torchtuned_by"]]
+    if found:
+        print(f"torchtuned / best peer: {min(found):.3f}  (aim 1)")
+        print(f"torchtuned / by hand:   {document['torchtuned_by'].get(HAND, float('nan')):.3f}  (aim 0.95)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="several training jobs at once, placed by torchtuned and its peers")
+    parser.add_argument("--python", default=sys.executable, help="an interpreter with torch")
+    parser.add_argument("--run", default="", help="the torchtuned-run to use instead of this source tree's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--jobs", default="2,4", type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    options = parser.parse_args()
+    every = cores()
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{Path(options.python).absolute().parent}:{os.environ.get('PATH', os.defpath)}"  # run_cpu asks PATH
+        environ = {**os.environ, "XDG_RUNTIME_DIR": folder, "PATH": path}
+        for name in list(environ):
+            if name.startswith(("OMP_", "MKL_", "KMP_", "GOMP_")):
+                del environ[name]
+        documents = measure(options, environ, Console(stderr=True))
+    if options.json:
+        run = {"schema": 1, "cores": every, "rounds": options.rounds, "seconds": options.seconds, "runs": documents}
+        print(json.dumps(run, indent=2))
+        return 0
+    print(f"{len(every)} cores, {options.rounds} interleaved rounds of {options.seconds:g} s")
+    for document in documents:
+        show(document, every)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
