@@ -196,6 +196,29 @@ def test_own_failures(words: list[str], code: int, says: str, tmp_path: Path) ->
     assert table(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "hint"),
+    [
+        (["python", "train.py"], 127, "(python3 is there: torchtuned-run python3 ...)"),
+        (["train.py"], 127, "(torchtuned-run python3 train.py)"),
+        (["./train.py"], 126, "(torchtuned-run python3 ./train.py)"),
+        (["other.py"], 127, "command not found\n"),
+        (["--wait", "5", "true"], 127, "(--wait=5)"),
+        (["--wait=1", "5", "true"], 127, "command not found\n"),
+    ],
+)
+def test_what_a_newcomer_writes_gets_the_word_that_works(
+    words: list[str], code: int, hint: str, tmp_path: Path
+) -> None:
+    """A Debian without `python`, and a script that is not executable."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").symlink_to("/usr/bin/python3")
+    (tmp_path / "train.py").write_text("print()\n")
+    done = run(*words, cwd=tmp_path, env={**os.environ, "PATH": f"{tmp_path}/bin"})
+    assert done.returncode == code
+    assert hint in done.stderr
+
+
 def test_a_command_that_turns_out_not_to_run_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")

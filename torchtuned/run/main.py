@@ -33,8 +33,8 @@ FAILED, NOT_RUN, NOT_FOUND = 125, 126, 127
 class CannotRun(errors.TorchtunedError):
     """The command cannot be started: 126, or 127 when there is none of that name."""
 
-    def __init__(self, name: str, why: str, status: int) -> None:
-        super().__init__(f"cannot run {name}: {why}")
+    def __init__(self, name: str, why: str, status: int, hint: str = "") -> None:
+        super().__init__(f"cannot run {name}: {why}", hint=hint)
         self.status = status
 
 
@@ -84,7 +84,7 @@ def start(options: Options) -> int:
     """Place this process and become the command."""
     environ = original_environ()
     command = options.command
-    program = find_program(command[0], environ)
+    program = find_program(command[0], environ, waits=options.wait == 0)
     launcher = launchers.recognise(command, environ)
     refused: list[str] = []
     lingers = False
@@ -138,8 +138,22 @@ def become(program: str, command: list[str], environ: dict[str, str]) -> None:
         raise CannotRun(command[0], str(why).lower(), NOT_FOUND if missing else NOT_RUN) from None
 
 
-def find_program(name: str, environ: dict[str, str]) -> str:
-    """The file that exec would run, looked for before anything is registered. Raises CannotRun."""
+def find_program(name: str, environ: dict[str, str], *, waits: bool = False) -> str:
+    """The file that exec would run, looked for before anything is registered. Raises CannotRun.
+
+    `waits`: --wait stood there without a number, so a command that is a number was meant as its seconds.
+    """
+    path, refused = search(name, environ)
+    if path:
+        return path
+    if refused:
+        raise CannotRun(name, refused, NOT_RUN, meant(name, environ))
+    hint = f"--wait={name}" if waits and name.isascii() and name.isdigit() else meant(name, environ)
+    raise CannotRun(name, "no such file or directory" if "/" in name else "command not found", NOT_FOUND, hint)
+
+
+def search(name: str, environ: dict[str, str]) -> tuple[str, str]:
+    """The file of a command, or why the one that is there cannot be run; both empty when there is none."""
     folders = [""] if "/" in name else environ.get("PATH", os.defpath).split(":")
     refused = ""
     for folder in folders if name else ():
@@ -147,12 +161,19 @@ def find_program(name: str, environ: dict[str, str]) -> str:
         if os.path.isdir(path):
             refused = refused or ("it is a directory" if "/" in name else "")
         elif os.access(path, os.X_OK, effective_ids=True):
-            return path
+            return path, ""
         elif os.path.exists(path):
             refused = "permission denied"
-    if refused:
-        raise CannotRun(name, refused, NOT_RUN)
-    raise CannotRun(name, "no such file or directory" if "/" in name else "command not found", NOT_FOUND)
+    return "", refused
+
+
+def meant(name: str, environ: dict[str, str]) -> str:
+    """What to write instead: Debian has no `python`, and a script that cannot be executed needs its interpreter."""
+    if name == "python" and search("python3", environ)[0]:
+        return "python3 is there: torchtuned-run python3 ..."
+    if name.endswith(".py") and os.path.isfile(name):
+        return f"torchtuned-run python3 {name}"
+    return ""
 
 
 def original_environ() -> dict[str, str]:
@@ -210,7 +231,7 @@ def explain(options: Options) -> int:
     notes = leftovers(environ) + [decision.warning for decision in decisions.values() if decision.warning]
     if options.command:
         try:
-            find_program(options.command[0], environ)
+            find_program(options.command[0], environ, waits=options.wait == 0)
         except CannotRun as error:
             notes.append(str(error))
     from torchtuned.run import explain as run_explain
