@@ -59,5 +59,6 @@ def ready(machine: Machine) -> Iterator[Machine]:
     machine.check("systemctl is-active -q torchtuned || systemctl start torchtuned")
     wait_for(machine, f"{STATE} | grep ready")
     yield machine
+    machine.sh("systemctl kill -s CONT torchtuned")
     machine.check(f"pkill -KILL -f {SHARE}/job.py || true")
     wait_for(machine, NO_JOBS)

@@ -82,7 +82,7 @@ def wait_for(machine: Machine, condition: str, timeout_s: float = 60) -> None:
         if status == 0:
             return
         if time.monotonic() > deadline:
-            journal = machine.sh("journalctl -u torchtuned -n 30 --no-pager")[1]
+            journal = machine.sh("journalctl -u torchtuned -n 12 --no-pager -o cat")[1]
             raise AssertionError(f"still not after {timeout_s:.0f} s: {condition}\n{output}\n{journal}")
         time.sleep(0.5)
 

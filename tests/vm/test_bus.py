@@ -15,7 +15,7 @@ def test_the_package_came_up_by_itself(machine: Machine) -> None:
 
 def test_tree_and_introspect(ready: Machine) -> None:
     job = start(ready, "a", f"exec torchtuned-run --cpus 1 {JOB}", user="alice")
-    tree = ready.check("busctl tree org.torchtuned1")
+    tree = ready.check("busctl tree --list org.torchtuned1")
     assert "/org/torchtuned1/jobs/" in tree, tree
     members = ready.check("busctl introspect org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager")
     for name in ("Plan", "Apply", "Verify", "Undo", "Reload", "SetProfile", "Check", "Register", "Commit", "Release"):
@@ -54,7 +54,7 @@ def test_monitor_shows_jobs_coming_and_going(ready: Machine) -> None:
 
 def test_a_user_cannot_release_the_job_of_another(ready: Machine) -> None:
     job = start(ready, "a", f"exec torchtuned-run --cpus 1 {JOB}", user="alice")
-    path = next(word for word in ready.check("busctl tree org.torchtuned1").split() if "/jobs/" in word)
+    path = next(word for word in ready.check("busctl tree --list org.torchtuned1").split() if "/jobs/" in word)
     status, output = ready.sh(f"ssh bob@localhost busctl call {MANAGER} Release o {path}")
     assert status != 0, output
     assert path in ready.check("busctl tree org.torchtuned1")
