@@ -22,7 +22,7 @@ def test_tree_and_introspect(ready: Machine) -> None:
         assert f".{name} " in members, name
     for name in ("Version", "State", "Profile", "Degraded", "Jobs", "Gpus", "LastApplied"):
         assert f".{name} " in members, name
-    path = next(word for word in tree.split() if "/jobs/" in word)
+    path = next(line for line in ready.check("busctl tree --list org.torchtuned1").split() if "/jobs/" in line)
     shown = ready.check(f"busctl introspect org.torchtuned1 {path} org.torchtuned1.Job")
     assert f" u {job.pid} " in " ".join(shown.split())
     stop(ready, job)

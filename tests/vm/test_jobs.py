@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from inside import INSTALL, JOB, STATE, changed, cpus, cpus_of, listed, masks, show, start, stop, wait_for
 from machine import SHARE, Machine
@@ -156,14 +154,14 @@ def test_without_a_daemon_jobs_place_themselves(ready: Machine) -> None:
     stop(ready, one, two)
 
 
-def test_a_silent_daemon_costs_two_seconds_not_the_job(ready: Machine) -> None:
+def test_a_silent_daemon_does_not_cost_the_job(ready: Machine) -> None:
     ready.check("systemctl kill -s STOP torchtuned")
-    start_s = time.monotonic()
-    job = start(ready, "a", f"exec torchtuned-run --cpus 2 {JOB}", user="alice")
-    assert len(cpus_of(ready, job)) == 2
-    assert time.monotonic() - start_s < 60
-    assert job.notes.count("placed without torchtunedd") == 1, job.notes
-    ready.check("systemctl kill -s CONT torchtuned")
+    try:
+        job = start(ready, "a", f"exec torchtuned-run --cpus 2 {JOB}", user="alice")
+        assert len(cpus_of(ready, job)) == 2
+        assert job.notes.count("placed without torchtunedd") == 1, job.notes
+    finally:
+        ready.check("systemctl kill -s CONT torchtuned")
     stop(ready, job)
 
 
