@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtuned.cli import main as cli
 from torchtuned.cli.changes_page import page
 from torchtuned.cli.command import Command
-from torchtuned.cli import main as cli
 from torchtuned.config_keys import BLOCK, PROFILE_ONLY, SECTIONS, TIMING
 from torchtuned.configfiles import profiles
 from torchtuned.dbusapi import GPU, JOB, Api
