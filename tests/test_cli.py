@@ -99,7 +99,9 @@ def test_examples_are_right(command: Command) -> None:
         (("topology", "extra"), "unknown argument extra"),
         (("topology", "--sysroot", "/nonexistent"), "no such folder"),
         (("why",), "KNOB"),
-        (("profile", "sett"), "invalid choice: 'sett'"),
+        (("run", "train.py"), "unknown command run, did you mean torchtuned-run?"),
+        (("profile", "sett"), "invalid choice: 'sett' (did you mean set?)"),
+        (("profile", "quiet"), "torchtuned profile set quiet"),
         (("profile", "list", "quiet"), "torchtuned profile show quiet"),
         (("profile", "set"), "set needs the name of a profile"),
         (("profile", "--markdown"), "--markdown goes with show"),
@@ -308,6 +310,7 @@ def test_commands_that_need_the_daemon_end_with_69(name: str, capsys: pytest.Cap
     status, out, err = run(capsys, name)
     assert (status, out) == (69, "")
     assert err.startswith("torchtuned: ")
+    assert ("systemctl start torchtuned" if Path("/run/systemd/system").is_dir() else "no systemd runs here") in err
 
 
 def test_undo_without_a_daemon_needs_root(tmp_path: Path) -> None:

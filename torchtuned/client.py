@@ -85,7 +85,7 @@ class Client:
         self._signals: list[tuple[str, list[object]]] = []
         result = self._lib.sd_bus_open_system(byref(self._bus))
         if result < 0:
-            raise errors.DaemonUnreachable(f"no system bus ({os.strerror(-result).lower()})")
+            raise errors.DaemonUnreachable(f"no system bus: {os.strerror(-result).lower()}", hint=way_out())
         try:
             self._wait_ready(time.monotonic() + timeout_s)
         except BaseException:
@@ -285,6 +285,13 @@ def _dict(value: object) -> dict[str, object]:
     return value
 
 
+def way_out() -> str:
+    """What to do where no torchtunedd is to be asked."""
+    if os.path.isdir("/run/systemd/system"):
+        return "to start torchtunedd: sudo systemctl start torchtuned"
+    return "no systemd runs here, so there is no torchtunedd to ask; torchtuned-run places jobs without it"
+
+
 def _translate(error: _BusError, number: int) -> errors.TorchtunedError:
     name = (error.name or b"").decode("ascii", "replace")
     text = printable((error.message or b"").decode("utf-8", "replace"))
@@ -292,7 +299,7 @@ def _translate(error: _BusError, number: int) -> errors.TorchtunedError:
         return errors.BY_NAME.get(name[len(ERROR_PREFIX) :], errors.Failed)(text or name)
     short = name.rpartition(".")[2]
     if short in _ABSENT or not name:
-        return errors.DaemonUnreachable(_ABSENT.get(short, os.strerror(number)), hint="systemctl start torchtuned")
+        return errors.DaemonUnreachable(_ABSENT.get(short, os.strerror(number)), hint=way_out())
     if short in ("AccessDenied", "InteractiveAuthorizationRequired"):
         return errors.NotAuthorized(text or "the bus does not allow this")
     return errors.Failed(f"{text} [{name}]")

@@ -137,4 +137,5 @@ def test_a_daemon_that_hangs(bus: PrivateBus, ready: Daemon) -> None:
 def test_a_daemon_that_is_not_there(bus: PrivateBus) -> None:
     done = torchtuned(bus, "status")
     assert done.returncode == 69
-    assert "systemctl start torchtuned" in done.stderr
+    way_out = "systemctl start torchtuned" if Path("/run/systemd/system").is_dir() else "no systemd runs here"
+    assert way_out in done.stderr

@@ -25,12 +25,24 @@ from torchtuned.tunables.owners import Owners
 
 # profile
 
+ACTIONS = ("list", "show", "set")
+
 
 def profile_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "show", "set"), default="list", help="default: list")
+    parser.add_argument("action", nargs="?", type=_action, choices=ACTIONS, default="list", help="default: list")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a profile; show: default the one in force")
     parser.add_argument("--markdown", action="store_true", help="show: the page of what changes and how to undo it")
     sysroot_option(parser)
+
+
+def _action(word: str) -> str:
+    if word in ACTIONS:
+        return word
+    import difflib
+
+    near = difflib.get_close_matches(word, ACTIONS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"to choose a profile: torchtuned profile set {word}"
+    raise argparse.ArgumentTypeError(f"invalid choice: {word!r} ({hint})")
 
 
 def profile(args: argparse.Namespace) -> int:

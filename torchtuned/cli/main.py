@@ -265,6 +265,7 @@ def _run(argv: list[str]) -> int:
     if command is None:
         kind = "option" if argv[0].startswith("-") else "command"
         near = _nearest(argv[0], [command.name for command in COMMANDS])
+        near = ", did you mean torchtuned-run?" if argv[0] == "run" else near
         _say(f"unknown {kind} {argv[0]}{near} (see {PROGRAM} --help)")
         return USAGE
     made = parser(command)
