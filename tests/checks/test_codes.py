@@ -783,7 +783,7 @@ def test_t26_nothing_here_reloads_systemd() -> None:
             {"proc/self/cgroup": "0::/system.slice/slurmd.service\n"},
             "systemctl edit slurmd.service: [Service] LimitNOFILE=524288",
         ),
-        ({}, "echo 'ann - nofile 524288' > /etc/security/limits.d/torchtuned-nofile.conf"),
+        ({}, "echo 'ann - nofile 524288' | sudo tee /etc/security/limits.d/torchtuned-nofile.conf"),
     ],
 )
 def test_t27_which_file_to_edit(tmp_path: Path, files: dict[str, str], where: str) -> None:
