@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -11,7 +12,7 @@ import pytest
 from fakes.kernel import CPUFREQ, Kernel, policy
 from fakes.policy import Desk
 
-from torchtuned.errors import Failed, NoSuchKnob
+from torchtuned.errors import Failed, NoSuchKnob, Unreadable
 from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome
 
@@ -64,6 +65,20 @@ def test_apply_twice_writes_once_and_undo_brings_all_back_in_reverse(desk: Desk)
     assert (rows[SWAP].current, rows[SWAP].wanted, rows[SWAP].outcome) == ("60", "60", Outcome.APPLIED)
     assert desk.ledger() == []
     assert desk.undo() == {}
+
+
+@pytest.mark.parametrize(("wish", "outcome"), [("keep", Outcome.KEPT), ("10", Outcome.DENIED)])
+def test_only_a_wish_can_be_denied(desk: Desk, wish: str, outcome: Outcome) -> None:
+    """An ordinary user may not read every file; what is left as it is needs no reading."""
+
+    def refuse(path: str) -> None:
+        if path == "/proc/sys/vm/swappiness":
+            raise Unreadable("permission denied", where=path, errno=errno.EACCES)
+
+    desk.kernel.read_step = refuse
+    row = desk.plan(f"[sysctl]\nvm.swappiness = {wish}\n")[SWAP]
+    assert (row.current, row.outcome) == ("?", outcome)
+    assert "permission denied" in row.reason
 
 
 def test_verify_tells_ours_from_not_in_force(desk: Desk) -> None:

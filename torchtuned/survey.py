@@ -11,7 +11,7 @@ from torchtuned.config import Config
 from torchtuned.deadline import Deadline, Hung
 from torchtuned.errors import HostError, Missing
 from torchtuned.host import Host
-from torchtuned.policy import Entry, Outcome, Row, Situation, Verdict, Wish, judge
+from torchtuned.policy import Entry, Kind, Outcome, Row, Situation, Verdict, Wish, judge
 from torchtuned.tunables import Family, Held, Knob
 from torchtuned.tunables.cpu import on_battery
 from torchtuned.tunables.owners import Owners
@@ -97,6 +97,8 @@ class Survey:
                 outcome = Outcome.UNSUPPORTED
             except HostError as error:
                 knobs, reason, outcome = [], str(error), _outcome(error)
+                if wish.value.kind is Kind.KEEP and outcome is Outcome.DENIED:
+                    outcome = Outcome.KEPT
             for knob in knobs:
                 if matches(knob.id, only):
                     found.pop(knob.id, None)
@@ -130,6 +132,8 @@ class Survey:
             self.hanging.add(knob)
             return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason=hung.what))
         except HostError as error:
+            if wish.value.kind is Kind.KEEP and error.errno in FORBIDDEN:  # nothing would be done, so nothing is denied
+                return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.KEPT, reason=f"keep; {error.what}"))
             gone = isinstance(error, Missing)
             return Case(knob, wish, UNKNOWN, Verdict(outcome=_outcome(error), reason=error.what, hand_over=gone))
         situation = Situation(
