@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,11 @@ from fakes import tree
 
 from torchtuned.cli import main as cli
 from torchtuned.cli.command import Command
+from torchtuned.cli.policy import local_ledger, unapplied
+from torchtuned.configfiles import read_config
+from torchtuned.engine import Engine
 from torchtuned.errors import Unplaceable
+from torchtuned.host import Host
 
 TOP = Path(__file__).resolve().parent.parent
 NAMES = [command.name for command in cli.COMMANDS]
@@ -295,6 +300,19 @@ def test_verify_tells_what_is_not_in_force(root: Path, capsys: pytest.CaptureFix
 def test_plan_without_a_daemon_says_so() -> None:
     done = torchtuned("plan", env={**os.environ, **NO_BUS})
     assert "worked out by this command" in done.stderr
+
+
+def test_what_nobody_applies_is_not_told_as_a_change(root: Path) -> None:
+    """Without a daemon on the machine itself, `apply` is no way out."""
+    host = Host(root)
+    rows = Engine(host, local_ledger(host)).verify(read_config(host, None), jobs_active=False)
+    [before] = [row for row in rows if row.knob == "sysctl/vm.max_map_count"]
+    [after] = [row for row in unapplied(rows) if row.knob == "sysctl/vm.max_map_count"]
+    assert before.reason == "not in force: apply sets it"
+    assert re.fullmatch("not in force: (nothing applies it now; systemctl start.*|no daemon here.*)", after.reason)
+    assert [row for row in rows if row.reason != before.reason] == [
+        row for row in unapplied(rows) if row.reason != after.reason
+    ]
 
 
 def test_status_without_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,9 +285,14 @@ def _dict(value: object) -> dict[str, object]:
     return value
 
 
+def has_systemd() -> bool:
+    """Whether systemd is PID 1, as sd_booted(3) finds out."""
+    return os.path.isdir("/run/systemd/system")
+
+
 def way_out() -> str:
     """What to do where no torchtunedd is to be asked."""
-    if os.path.isdir("/run/systemd/system"):
+    if has_systemd():
         return "to start torchtunedd: sudo systemctl start torchtuned"
     return "no systemd runs here, so there is no torchtunedd to ask; torchtuned-run places jobs without it"
 

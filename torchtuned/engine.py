@@ -30,6 +30,7 @@ from torchtuned.tunables.memory import Memory
 from torchtuned.tunables.sysctl import GLOB, SysctlFamily
 
 NOT_WANTED = "given back: no longer in the policy"
+NOT_IN_FORCE = "not in force: apply sets it"
 
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -106,7 +107,7 @@ class Engine:
                 case = survey.judge(knob, wish)
                 self._tell_drift(case)
                 if case.verdict.targets:
-                    row = self._failures.get(knob.id) or case.row(Outcome.DRIFTED, "not in force: apply sets it")
+                    row = self._failures.get(knob.id) or case.row(Outcome.DRIFTED, NOT_IN_FORCE)
                     rows.append(row)
                 else:
                     rows.append(case.row())

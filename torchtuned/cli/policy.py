@@ -10,15 +10,16 @@ import argparse
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from torchtuned import __version__
 from torchtuned.cli import render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
 from torchtuned.cli.machine import host_of, sysroot_option
-from torchtuned.client import MANAGER, ROOT, Client
+from torchtuned.client import MANAGER, ROOT, Client, has_systemd
 from torchtuned.configfiles import read_config
-from torchtuned.engine import Engine
+from torchtuned.engine import NOT_IN_FORCE, Engine
 from torchtuned.errors import DaemonUnreachable, Failed, NotAuthorized
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
@@ -122,7 +123,15 @@ def look(args: argparse.Namespace, what: str) -> tuple[str, str, list[render.Row
         rows = engine.plan(config, tuners=tuners)
     else:
         rows = engine.verify(config, jobs_active=False, tuners=tuners)
+        rows = unapplied(rows) if host.real else rows
     return "unreachable" if host.real else "none", config.profile, [row_document(row) for row in rows]
+
+
+def unapplied(rows: Sequence[Row]) -> list[Row]:
+    """Rows of verify as they are to be worded without a daemon: apply would ask it, so apply is no way out."""
+    reason = "nothing applies it now; systemctl start torchtuned does" if has_systemd() else "no daemon here applies it"
+    reason = f"not in force: {reason}"
+    return [replace(row, reason=reason) if row.reason == NOT_IN_FORCE else row for row in rows]
 
 
 def _show(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row]) -> None:
