@@ -58,6 +58,11 @@ EFFECTS: Sequence[Effect] = (
         effect=UNMEASURED,
     ),
     Effect(
+        knobs=("sysctl/vm.dirty_*",),
+        purpose="how much written data may wait in memory before it goes to the disk",
+        effect=UNMEASURED,
+    ),
+    Effect(
         knobs=("sysctl/kernel.numa_balancing",),
         purpose="whether the kernel moves memory towards the CPUs that use it, by making programs fault on it",
         effect="stalls of 5 ms on average and up to 31 ms, 139 of them in 60 s (one serving program, kernel 5.15);"
