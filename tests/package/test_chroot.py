@@ -143,8 +143,10 @@ def test_upgrade_keeps_the_administrators_configuration(chroot: Chroot, clean: s
 def test_remove_keeps_only_configuration_and_purge_nothing(installed: Chroot, clean: set[str]) -> None:
     installed.check("mkdir -p /var/lib/torchtuned /run/torchtuned && touch /var/lib/torchtuned/profile")
     installed.check(f"{APT} remove torchtuned")
-    kept = ("/etc", "/run/torchtuned", "/run/lock/torchtuned-", "/var/lib/torchtuned")
-    kept += ("/var/lib/systemd/deb-systemd-helper-enabled",)
+    kept = (
+        *("/etc", "/run/torchtuned", "/run/lock/torchtuned-", "/var/lib/torchtuned"),
+        "/var/lib/systemd/deb-systemd-helper-enabled",
+    )
     assert {path for path in installed.files() - clean if not path.startswith(kept)} == set()
     assert installed.sh("test -e /etc/torchtuned/torchtuned.conf").returncode == 0
     installed.check(f"{APT} purge torchtuned")
