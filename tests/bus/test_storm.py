@@ -28,7 +28,7 @@ from harness import REPOSITORY, Daemon, PrivateBus
 from torchtuned.cpuset import parse_list
 
 CLIENTS, KILLED, WARM = 64, 12, 8
-GROWTH_MIB = 4  # over a thousand jobs; a kilobyte kept for each would be a quarter of it
+GROWTH_MIB = 2  # over seven hundred jobs; five kilobytes kept for each would be more
 PROFILE = {"usr/share/torchtuned/profiles/training.conf": "[policy]\ndescription = changes nothing\n"}
 # the wrapper's own client, many times over: SEED CYCLES MOST-CPUS pin|stay FOLDER
 CLIENT = f"""
@@ -145,13 +145,19 @@ def exclusive_grants(one: Daemon) -> list[frozenset[int]]:
 
 
 def settled(bus: PrivateBus, one: Daemon, most: int = 1 << 20) -> tuple[list[str], int]:
-    """(descriptors, resident MiB) of the daemon, once it has noticed the last end and holds at most so many."""
-    end = time.monotonic() + 20
+    """(descriptors, resident MiB) of the daemon, once it has noticed the last end, has written its reports, which lag
+    behind in a storm, and holds at most so many descriptors.
+    """
+    end, quiet_since, before = time.monotonic() + 40, time.monotonic(), frozenset[str]()
     folder = Path(f"/proc/{one.process.pid}/fd")
     while True:
         jobs = [path for path in bus.managed() if "/jobs/" in path]
         files = sorted(os.readlink(link) for link in folder.iterdir() if link.is_symlink())
-        if (not jobs and len(files) <= most) or time.monotonic() > end:
+        reports = frozenset(os.listdir(one.state_dir / "reports"))
+        now = time.monotonic()
+        if jobs or len(files) > most or reports != before:
+            quiet_since, before = now, reports
+        if now > quiet_since + 2 or now > end:
             break
         time.sleep(0.1)
     assert not jobs
