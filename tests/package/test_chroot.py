@@ -35,8 +35,10 @@ class Chroot:
             " && cp -a /dev/cpu_dma_latency dev/"
         )
         enter = f'{mounts} && exec chroot "$1" /bin/bash -c "$2"'
+        # Tests that are killed take what runs in here with them.
+        alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
         return subprocess.run(
-            ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", enter, "sh", self.root, script],
+            [*alone, "sh", "-c", enter, "sh", self.root, script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
