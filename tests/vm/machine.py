@@ -243,7 +243,7 @@ class Machine:
         if self.cpufreq:
             line += ["-acpitable", f"file={pstate_table(self.dir, cpus)}"]
         line += ["-kernel", str(self.base / "vmlinuz"), "-initrd", str(self.base / "initrd")]
-        # Guards against leaks through real caches cost an emulated processor most of its time: a boot took twice as long.
+        # Guards against leaks through real caches cost an emulated processor half of its time at boot.
         words = "root=/dev/vda rw console=ttyS0 quiet mitigations=off modprobe.blacklist=amdgpu,radeon"
         line += ["-append", words]
         line += ["-drive", f"file={self.disk},if=none,id=disk,format=qcow2,cache=unsafe"]
