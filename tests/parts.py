@@ -95,13 +95,14 @@ class Runner:
         return step
 
     def _run(self, words: Sequence[str | Path], output: Path, environment: dict[str, str]) -> int:
+        own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users have it
         with open(output, "a") as stream:
             stream.write(f"$ {' '.join(str(word) for word in words)}\n")
             stream.flush()
             return subprocess.run(
                 words,
                 cwd=TOP,
-                env={**os.environ, **environment},
+                env={**own, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -479,11 +480,16 @@ def test_an_interrupt(root: Path) -> None:
         [sys.executable, "-m", "torchtuned", "gpus", "--watch", "--json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **NO_BUS},
+        env={**os.environ, **NO_BUS, "PYTHONUNBUFFERED": ""},
         cwd=TOP,
         text=True,
     ) as running:
         assert running.stdout
+        try:
+            assert select.select([running.stdout], [], [], 30)[0], "nothing comes through the pipe"
+        except BaseException:
+            running.kill()
+            raise
         assert running.stdout.readline().startswith("[")
         time.sleep(0.1)
         running.send_signal(signal.SIGINT)

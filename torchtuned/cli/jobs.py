@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pwd
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -198,6 +199,7 @@ def gpus(args: argparse.Namespace) -> int:
         if not args.json:
             render.clear()
         _show_gpus(listed, as_json=args.json)
+        sys.stdout.flush()  # into a pipe it would come by the 8 KiB
         time.sleep(WATCH_S)
 
 

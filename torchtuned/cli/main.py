@@ -1,6 +1,6 @@
 """`torchtuned`: one table of commands, one parser made from it, and the one place where errors become words.
 
-A new command is one row of COMMANDS; its function lives in a cli_*.py module beside this one. Exit status: 0 fine,
+A new command is one row of COMMANDS; its function lives in a module beside this one. Exit status: 0 fine,
 1 findings, drift or unplaceable, 2 usage, 69 daemon not reachable, 77 not authorised; 70 is a fault of torchtuned's
 own, 130 an interrupt, 141 a reader of the output that went away.
 """
