@@ -13,6 +13,7 @@ from fakes.tree import CPU, NODE, PCI, machine, machine_a, machine_of, make_tree
 from torchtuned import config, discover
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.host import Host
+from torchtuned.placement import Request, place
 from torchtuned.topology import GpuFacts, Topology
 
 Files = Mapping[str, str | bytes | None]
@@ -520,3 +521,13 @@ def test_this_machine() -> None:
     assert frozenset().union(*(core.cpus for core in found.cores)) == found.online
     assert discover.topology(host).allowed == found.online
     assert discover.limits(host, os.getpid()).affinity == os.sched_getaffinity(0)
+
+
+def test_without_sysfs_a_process_knows_its_own_cpus(tmp_path: Path) -> None:
+    """A chroot has /proc and often nothing else: a job there must still find its place."""
+    status = f"proc/{os.getpid()}/status"
+    found = discover.topology(Host(make_tree(tmp_path, {status: "Cpus_allowed_list:\t0-3\n"})), caller=os.getpid())
+    assert (format_list(found.online), format_list(found.allowed)) == ("0-3", "0-3")
+    assert [format_list(core.cpus) for core in found.cores] == ["0", "1", "2", "3"]
+    grant = place(found, [], Request())
+    assert format_list(grant.cpus) == "0-3"

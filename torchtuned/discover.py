@@ -39,12 +39,12 @@ def topology(
     devices that count as GPUs. `allowed` is what the process `caller` may use; without one, all online CPUs, and on a
     folder what its cpuset files allow.
     """
-    online = _online(host)
+    allowed, allowed_nodes = _allowed(host, caller)
+    online = _online(host) or sorted(allowed or ())  # without /sys only the caller can tell
     everything = frozenset(online)
     cores = _cores(host, everything)
     nodes = _nodes(host, everything)
     l3, llc = _caches(host, online)
-    allowed, allowed_nodes = _allowed(host, caller)
     machine = Topology(
         online=everything,
         allowed=everything if allowed is None else allowed & everything,
