@@ -124,6 +124,18 @@ def test_exit_statuses_are_those_of_env(installed: Chroot, words: str, status: i
     assert "Traceback" not in done.stdout
 
 
+if SUITE == "trixie":  # its Python is not the one that all other tests run on
+
+    def test_unit_tests_pass_on_the_installed_package(installed: Chroot) -> None:
+        copy = installed.root / "source"
+        shutil.copytree(TOP, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "dist", "build"))
+        try:
+            print(installed.check("cd /source && AUTOPKGTEST_TMP=$(mktemp -d) timeout 1200 sh debian/tests/unit"))
+        finally:
+            shutil.rmtree(copy)
+            (installed.root / "run/systemd/systemd-units-load").unlink(missing_ok=True)  # systemd-analyze's, of a test
+
+
 def test_upgrade_keeps_the_administrators_configuration(chroot: Chroot, clean: set[str]) -> None:
     chroot.check(f"{APT} install --allow-downgrades /debs/older.deb")
     chroot.check("echo '# mine' >> /etc/torchtuned/torchtuned.conf")
