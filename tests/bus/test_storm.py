@@ -10,6 +10,7 @@ an overlap cannot slip through between two looks. A killed client loses its lock
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -144,6 +145,13 @@ def exclusive_grants(one: Daemon) -> list[frozenset[int]]:
     return [parse_list(grant["cpus"]) for grant in grants if not grant["shared"]]
 
 
+def _targets(folder: Path) -> Iterator[str]:
+    """Where a process's descriptors lead; one may be closed while they are read."""
+    for link in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(link)
+
+
 def settled(bus: PrivateBus, one: Daemon, most: int = 1 << 20) -> tuple[list[str], int]:
     """(descriptors, resident MiB) of the daemon, once it has noticed the last end, has written its reports, which lag
     behind in a storm, and holds at most so many descriptors.
@@ -152,7 +160,7 @@ def settled(bus: PrivateBus, one: Daemon, most: int = 1 << 20) -> tuple[list[str
     folder = Path(f"/proc/{one.process.pid}/fd")
     while True:
         jobs = [path for path in bus.managed() if "/jobs/" in path]
-        files = sorted(os.readlink(link) for link in folder.iterdir() if link.is_symlink())
+        files = sorted(_targets(folder))
         reports = frozenset(os.listdir(one.state_dir / "reports"))
         now = time.monotonic()
         if jobs or len(files) > most or reports != before:
