@@ -28,6 +28,7 @@ from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
 from torchtuned.selfplaced import self_placed
 from torchtuned.topology import Topology
+from torchtuned.watches import Watches
 
 COMMIT_S = 10.0  # how long a grant waits for its Commit
 POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
@@ -67,11 +68,10 @@ class Manager:
         self._host, self._table, self._policy, self._pid1, self._view = host, table, policy, pid1, view
         self._lent, self._jobs_active = lent, jobs_active
         self._confiner = Confiner(host, policy, pid1)
-        self._places = Places(table, policy, self._confiner, lent, lives=self._lives)
+        self._watches = Watches(self._leader_ended)
+        self._places = Places(table, policy, self._confiner, lent, lives=self._watches.lives)
         self._around: dict[str, frozenset[str]] = {}  # of those who wait: the jobs that they run inside of
         self._polling = False
-        self._pidfds: dict[str, int] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._committing: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,7 +112,7 @@ class Manager:
             os.close(pidfd)
             raise
         log.info("job %s of uid %d: process %d, %s", job.id, job.process.uid, job.process.pid, job.state)
-        self._watch(job.id, pidfd)
+        self._watches.process(job.id, pidfd)
         self._view.job_added(job)
         self._set_timer(job)
         self._followed()
@@ -126,9 +126,11 @@ class Manager:
         job = self._own(uid, job_id)
         if job.state is not State.GRANTED or job_id in self._committing:
             raise InvalidRequest(f"job {job_id} is {job.state}", hint="a grant is committed once, after it was given")
-        self._stop_timer(job_id)
+        pidfd = self._watches.pidfd(job_id)  # ours alone, should the process end meanwhile
+        if pidfd is None:
+            raise NoSuchJob(f"job {job_id} has just ended")
+        self._watches.stop_timer(job_id)
         self._committing.add(job_id)
-        pidfd = os.dup(self._pidfds[job_id])  # ours alone, should the process end meanwhile
         try:
             confined = await self._confiner.confine(job, pidfd)
         except BaseException:
@@ -176,8 +178,7 @@ class Manager:
         self._serve_queue()
         for job in self._table if cpus_moved or cpus.before != cpus.now else ():
             if job.state is State.RUNNING and job.confinement == "affinity" and job.grant is not None:
-                leader = self._pidfds.get(job.id)
-                self._spawn(pin_again(self._host, self._pid1, job, cpus, None if leader is None else os.dup(leader)))
+                self._spawn(pin_again(self._host, self._pid1, job, cpus, self._watches.pidfd(job.id)))
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -206,7 +207,7 @@ class Manager:
                 log.info("job %s ended while no daemon ran", job.id)
                 continue
             if pidfd is not None:
-                self._watch(job.id, pidfd)
+                self._watches.process(job.id, pidfd)
             self._view.job_added(job)
             self._set_timer(job)
             if job.scope and (live is None or not there):
@@ -238,18 +239,15 @@ class Manager:
                 log.warning("%s", e)
                 return
             log.info("job %s of uid %d: process %d placed itself", job.id, job.process.uid, job.process.pid)
-            self._watch(job.id, pidfd)
+            self._watches.process(job.id, pidfd)
             self._view.job_added(job)
 
     async def close(self) -> None:
         """Let go of everything in memory; the table stays for the next daemon."""
-        for job_id in list(self._timers):
-            self._stop_timer(job_id)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for job_id in list(self._pidfds):
-            self._unwatch(job_id)
+        self._watches.close()
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -258,10 +256,6 @@ class Manager:
 
     def _look(self, pidfd: int) -> Seen:
         return look(self._host, processes.identify(pidfd))
-
-    def _lives(self, job_id: str) -> bool:
-        pidfd = self._pidfds.get(job_id)
-        return pidfd is not None and not processes.ended(pidfd)
 
     def _new(self, request: Request, seen: Seen) -> Job:
         job = Job(
@@ -314,18 +308,7 @@ class Manager:
 
     # -- noticing ----------------------------------------------------------------------------------------------------
 
-    def _watch(self, job_id: str, pidfd: int) -> None:
-        self._pidfds[job_id] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._leader_ended, job_id)
-
-    def _unwatch(self, job_id: str) -> None:
-        pidfd = self._pidfds.pop(job_id, None)
-        if pidfd is not None:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
-
     def _leader_ended(self, job_id: str) -> None:
-        self._unwatch(job_id)
         job = self._table.get(job_id)
         if job is not None:
             self._view.leader_ended(job)
@@ -346,7 +329,7 @@ class Manager:
                 await asyncio.sleep(RETRY_S)
         if job is None or self._table.get(job_id) is None or not job.scope:
             return
-        if job_id not in self._pidfds:
+        if job_id not in self._watches:
             self._end(job_id, "its last process ended")
             return
         self._pid1.watch_scopes(-1)
@@ -360,8 +343,7 @@ class Manager:
         if job is None:
             return
         log.info("job %s of uid %d: %s", job_id, job.process.uid, why)
-        self._unwatch(job_id)
-        self._stop_timer(job_id)
+        self._watches.forget(job_id)
         if job.scope:
             self._pid1.watch_scopes(-1)
         self._around.pop(job_id, None)
@@ -390,17 +372,12 @@ class Manager:
         return job
 
     def _set_timer(self, job: Job) -> None:
-        self._stop_timer(job.id)
-        loop = asyncio.get_running_loop()
         if job.state is State.GRANTED:
-            self._timers[job.id] = loop.call_later(COMMIT_S, self._end, job.id, "its grant was not committed")
+            self._watches.after(job.id, COMMIT_S, self._end, job.id, "its grant was not committed")
         elif job.state is State.QUEUED and job.request.wait:
-            self._timers[job.id] = loop.call_later(job.request.wait, self._end, job.id, "it waited long enough")
-
-    def _stop_timer(self, job_id: str) -> None:
-        timer = self._timers.pop(job_id, None)
-        if timer is not None:
-            timer.cancel()
+            self._watches.after(job.id, job.request.wait, self._end, job.id, "it waited long enough")
+        else:
+            self._watches.stop_timer(job.id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
