@@ -275,6 +275,34 @@ def test_it_says_in_one_line_that_it_placed_itself() -> None:
     assert run("--quiet", "true").stderr == ""
 
 
+BARE = """
+import os, subprocess, sys
+os.chroot(sys.argv[1])
+os.chdir("/")
+assert not os.listdir("/proc") + os.listdir("/sys")
+one = {min(os.sched_getaffinity(0))}
+os.sched_setaffinity(0, one)
+command = [*sys.argv[2:], "python3", "-c", "import os; print(os.environ['OMP_NUM_THREADS'], os.sched_getaffinity(0))"]
+print(one, flush=True)
+os.execv(command[0], command)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a chroot takes root")
+def test_in_a_bare_chroot_a_job_runs_where_it_may_with_one_line(tmp_path: Path) -> None:
+    """Without /proc and /sys nothing tells jobs from each other."""
+    root = tmp_path / "root"
+    root.mkdir()
+    own = ["unshare", "-m", "--propagation", "private", "sh", "-c", f'mount --bind / {root} && exec "$@"', "sh"]
+    done = subprocess.run(
+        [*own, sys.executable, "-I", "-c", BARE, str(root), *RUN], capture_output=True, text=True, timeout=60
+    )
+    mask, ran = done.stdout.splitlines()
+    assert ran == f"1 {mask}"
+    (note,) = done.stderr.splitlines()
+    assert "not kept to any CPUs, because without /proc nothing tells which are free" in note
+
+
 def test_nothing_free_is_said_loudly() -> None:
     holder = subprocess.Popen(
         [*RUN, "--quiet", "sh", "-c", "echo; read x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE

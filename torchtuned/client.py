@@ -38,12 +38,13 @@ _BASIC: dict[str, type[ctypes._SimpleCData[Any]]] = {
     "h": c_int,
 }
 _STRINGS = "sog"
+NO_ANSWER = "torchtunedd did not answer"
 _ABSENT = {
     "ServiceUnknown": "no torchtunedd is running",
     "NameHasNoOwner": "no torchtunedd is running",
-    "NoReply": "torchtunedd did not answer",
-    "Timeout": "torchtunedd did not answer",
-    "TimedOut": "torchtunedd did not answer",
+    "NoReply": NO_ANSWER,
+    "Timeout": NO_ANSWER,
+    "TimedOut": NO_ANSWER,
     "Disconnected": "the system bus closed the connection",
 }
 

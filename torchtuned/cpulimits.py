@@ -7,6 +7,7 @@ names the hierarchy, /proc/self/cgroup or /proc/self/cpuset the place in it).
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def limits(host: Host, pid: int) -> Limits:
     mounts = _mounts(host)
     places = _places(host, f"/proc/{pid}" if host.real or status else "/proc/self")
     affinity, nodes = status.get("Cpus_allowed_list"), status.get("Mems_allowed_list")
+    if affinity is None and host.real:
+        affinity = _asked(pid)  # a chroot without /proc
     if affinity is None:
         affinity, nodes = _cpuset(host, mounts, places)
     return Limits(
@@ -71,6 +74,14 @@ def folders(host: Host, process: str, controller: str) -> list[str]:
             place = places.get("" if mount.kind == "cgroup2" else controller)
             return list(_climb(mount, place)) if place else []
     return []
+
+
+def _asked(pid: int) -> CpuSet | None:
+    """A process's affinity from the kernel itself, None when it is gone."""
+    try:
+        return frozenset(os.sched_getaffinity(pid))
+    except OSError:
+        return None
 
 
 def _status(host: Host, process: str) -> dict[str, CpuSet]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +56,15 @@ def started(bus: PrivateBus, daemon: Callable[..., Daemon]) -> Daemon:
 
 @pytest.fixture
 def start(bus: PrivateBus) -> Iterator[Callable[..., Running]]:
-    """start("--cpus=1", "command", …) runs torchtuned-run; user=UID as somebody else."""
+    """start("--cpus=1", "command", …) runs torchtuned-run; user=UID as somebody else; run=WORDS another one."""
     running: list[Running] = []
 
-    def begin(*words: str, user: int = 0) -> Running:
+    def begin(*words: str, user: int = 0, run: Sequence[str] = RUN) -> Running:
         switch = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
         environ = {**bus.environment, "XDG_RUNTIME_DIR": str(bus.folder / "nowhere")}
         environ.pop("OMP_NUM_THREADS", None)
         process = subprocess.Popen(
-            [*switch, *RUN, *words],
+            [*switch, *run, *words],
             env=environ,
             cwd="/",
             stdin=subprocess.PIPE,
@@ -279,6 +279,57 @@ def test_a_daemon_that_hangs_is_not_waited_for(start: Callable[..., Running], st
         assert time.monotonic() - begin < 10
     finally:
         started.process.send_signal(signal.SIGCONT)
+
+
+# torchtuned-run that stops for a line of input when it has its grant, before it commits
+PAUSED = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from torchtuned.run import main, place
+move = place.confine
+def paused(grant):
+    place.confine = move
+    print("granted", flush=True)
+    sys.stdin.readline()
+    return move(grant)
+place.confine = paused
+sys.exit(main.main())
+"""
+PAUSED_RUN = ["/usr/bin/python3", "-I", "-c", PAUSED]
+
+
+@pytest.mark.parametrize("table", ["kept", "lost"])
+def test_a_restart_between_grant_and_commit_costs_nothing(
+    bus: PrivateBus, start: Callable[..., Running], started: Daemon, daemon: Callable[..., Daemon], table: str
+) -> None:
+    """Placing itself then would put the job on CPUs that the new daemon gives to others."""
+    job = start("--cpus=1", *HOLD, run=PAUSED_RUN)
+    assert line(job) == "granted"
+    started.stop(signal.SIGKILL)
+    if table == "lost":
+        (started.run_dir / "jobs.json").unlink()
+    assert job.stdin is not None
+    job.stdin.write("\n")
+    job.stdin.flush()
+    time.sleep(0.5)
+    daemon("--sysroot", bus.folder / "here")
+    assert line(job) == str(job.pid)
+    assert [(found["Pid"], found["State"]) for found in jobs(bus)] == [(job.pid, "running")]
+    other = start("--cpus=1", *HOLD)
+    line(other)
+    assert not mask(other) & mask(job)
+    assert [finish(one) for one in (job, other)] == [("", "", 0), ("", "", 0)]
+
+
+def test_a_daemon_that_does_not_come_back_after_its_grant(start: Callable[..., Running], started: Daemon) -> None:
+    job = start("--cpus=1", "echo", "ran", run=PAUSED_RUN)
+    assert line(job) == "granted"
+    started.stop(signal.SIGKILL)
+    begin = time.monotonic()
+    out, err, status = finish(job)
+    assert (out, status) == ("ran\n", 0)
+    assert "no torchtunedd is running; placed without torchtunedd on CPUs" in err
+    assert time.monotonic() - begin < 10
 
 
 def test_report(bus: PrivateBus, start: Callable[..., Running]) -> None:

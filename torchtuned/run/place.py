@@ -13,7 +13,7 @@ import sys
 import time
 
 from torchtuned import errors
-from torchtuned.client import MANAGER, ROOT, Client
+from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.run.trust import trusted
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 COMMIT_S = 10.0  # PID 1 makes a scope meanwhile, and a busy one takes its time
 POLL_S = 5.0
 ABSENT_S = 10.0  # how long the daemon may be away, to be restarted, while a job waits
+BACK_S = 3.0  # the same for a job that has its place granted
 ASK_S = 0.2
 SHOWN = 4096  # characters of the command that the daemon is told, to show
 JOB = "org.torchtuned1.Job"
@@ -41,6 +42,16 @@ class InsideJob(errors.TorchtunedError):
 
 class Forgotten(errors.TorchtunedError):
     """The daemon that is back does not know of a job that was waiting."""
+
+
+class Interrupted(errors.TorchtunedError):
+    """The daemon went away, or forgot the job, when it was granting a place: `cause` is how that showed. No `job`:
+    what it had granted is not known.
+    """
+
+    def __init__(self, job: str, cause: errors.TorchtunedError) -> None:
+        super().__init__(cause.what)
+        self.job, self.cause = job, cause
 
 
 class Place:
@@ -116,8 +127,11 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
     grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain or inside, per_gpu=per_gpu)
     settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
-        where = f"CPUs {grant['cpus']}" + ("" if inside else ", apart from your own jobs only")
-        say(f"{problem.what}; placed without torchtunedd on {where}")
+        where = f"placed without torchtunedd on CPUs {grant['cpus']}"
+        where += "" if inside else ", apart from your own jobs only"
+        if not grant["apart"]:
+            where = "not kept to any CPUs, because without /proc nothing tells which are free"
+        say(f"{problem.what}; {where}")
     return Place(grant, "torchtuned-run", lambda: selfplace.forget(os.getpid()))
 
 
@@ -139,24 +153,57 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
         request = {**request, "ranks": gpus or None}
         settle_count(counted, gpus)
     deadline = time.monotonic() + options.wait if options.wait else None
+    once_more = True
     while True:
         try:
             return take_place(client, options, request, mask, deadline)
         except Forgotten:
             pass  # it waits anew, behind those who wait now
+        except Interrupted as error:
+            # placing without it would put the job on CPUs that the daemon, once it is back, takes for free
+            if not once_more or not is_back(client):
+                raise error.cause from None
+            once_more = False
+            os.sched_setaffinity(0, mask)
+            if error.job:
+                release(client, error.job)
+
+
+def is_back(client: Client) -> bool:
+    """Whether a daemon that was there just now answers within BACK_S, as after a restart."""
+    until = time.monotonic() + BACK_S
+    while True:
+        try:
+            client.properties(ROOT, MANAGER)
+            return True
+        except errors.TorchtunedError:
+            if time.monotonic() >= until:
+                return False
+        time.sleep(ASK_S)
+
+
+def release(client: Client, job: str) -> None:
+    """Give a job back. An uncommitted grant expires anyway, and a committed one ends with this process."""
+    try:
+        client.call(ROOT, MANAGER, "Release", "o", job)
+    except errors.TorchtunedError:
+        pass
 
 
 def take_place(
     client: Client, options: Options, request: dict[str, Any], mask: frozenset[int], deadline: float | None
 ) -> Place:
     """Register, wait for a place until the deadline, move, commit."""
-    job, answer = register(client, request)
+    begun = time.monotonic()
+    try:
+        job, answer = register(client, request)
+    except errors.DaemonUnreachable as error:
+        if error.what == NO_ANSWER and time.monotonic() - begun < client.timeout_s:
+            raise Interrupted("", error) from None  # it ended while it was asked
+        raise
 
     def give_back() -> None:
-        try:
-            client.call(ROOT, MANAGER, "Release", "o", job)
-        except errors.TorchtunedError:
-            pass  # an uncommitted grant expires, and a committed one ends with this process
+        release(client, job)
 
     try:
         grant = read_grant(answer, mask)
@@ -167,8 +214,13 @@ def take_place(
         else:
             if grant["confinement"] == "affinity":
                 confine(grant)
-            committed = client.call(ROOT, MANAGER, "Commit", "o", job, timeout_s=COMMIT_S)
+            try:
+                committed = client.call(ROOT, MANAGER, "Commit", "o", job, timeout_s=COMMIT_S)
+            except (errors.DaemonUnreachable, errors.NoSuchJob) as error:
+                raise Interrupted(job, error) from None
             grant = read_grant(committed[0] if committed else None, mask)
+    except Interrupted:
+        raise
     except BaseException:
         give_back()
         raise

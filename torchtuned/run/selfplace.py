@@ -22,7 +22,7 @@ import os
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from torchtuned import cuda, discover
@@ -54,7 +54,8 @@ def place_self(
     """A grant document for the process `pid`, written to the table unless `dry`.
 
     `wishes` is a request document; `per_gpu`: the command starts one rank for each GPU that there is. Raises what
-    place() raises; waits for a place when the request says so.
+    place() raises; waits for a place when the request says so. Without /proc (a bare chroot) no job can be told from
+    another, so the job is neither kept to CPUs nor written down: "apart" says whether it was.
     """
     host = host or Host()
     warnings: list[str] = []
@@ -71,16 +72,17 @@ def place_self(
     wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
     deadline = None if not wait else time.monotonic() + wait
     held = _held_gpus(host, machine, request)
+    apart = host.exists(f"/proc/{pid}/stat")
     while True:
         try:
-            with _table(warnings) as table:
+            with _table(warnings) if apart else nullcontext(_Table(-1)) as table:
                 jobs = table.live(host, pid)
                 others = [job for job in jobs if job["pid"] not in _ancestors(host, pid)]
                 in_force = [grant_from_json(job["grant"]) for job in others]
                 grant = place(machine, [*in_force, held], request, rules)
-                confinement = "none" if request.confine == "none" or not grant.bound else "affinity"
-                if not dry:
-                    table.write([*jobs, _entry(host, pid, wishes, grant, confinement)], warnings)
+                bound = apart and grant.bound and request.confine != "none"
+                if apart and not dry:
+                    table.write([*jobs, _entry(host, pid, wishes, grant, bound=bound)], warnings)
             break
         except Busy:
             if wait is None or dry or (deadline is not None and time.monotonic() >= deadline):
@@ -95,7 +97,8 @@ def place_self(
         "schema": SCHEMA,
         "job": f"self-{pid}",
         "state": "running",
-        "confinement": confinement,
+        "confinement": "affinity" if bound else "none",
+        "apart": apart,
         "scope": "",
         "cpu_max": limits.cpu_max,
         "omp_max_gpu": rules.omp_max_gpu,
@@ -194,7 +197,7 @@ def _reachable(host: Host, address: str) -> bool:
     return not minors or host.exists(f"/dev/nvidia{minors[0]}")
 
 
-def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, confinement: str) -> dict[str, Any]:
+def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, *, bound: bool) -> dict[str, Any]:
     return {
         "pid": pid,
         "start": _stat(host, pid)[1],
@@ -202,7 +205,7 @@ def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, confin
         "since": int(time.time() * 1e6),
         "request": {**wishes, "command": []},
         "grant": grant_to_json(grant),
-        "confinement": confinement,
+        "confinement": "affinity" if bound else "none",
     }
 
 
