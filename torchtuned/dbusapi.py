@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtuned import __version__
+from torchtuned import __version__, cuda
 from torchtuned.bus import Bus, Call, Variant
 from torchtuned.cpuset import format_list
 from torchtuned.errors import InvalidRequest, NoSuchJob
@@ -112,7 +112,7 @@ class Api:
             "Profile": self._policy.config.profile,
             "Degraded": self._policy.degraded,
             "Jobs": len(self._manager.jobs),
-            "Gpus": len(self._manager.topology.gpus),
+            "Gpus": len(cuda.counted(self._manager.topology.gpus)),
             "LastApplied": self._policy.last_applied,
         }
 

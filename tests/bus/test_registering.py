@@ -132,6 +132,16 @@ def test_the_two_phases(bus: PrivateBus, daemon: Start, tree: Path) -> None:
             job.release(again)
 
 
+def test_a_gpu_lent_to_a_virtual_machine_is_none_of_those_that_count(
+    bus: PrivateBus, daemon: Start, tree: Path
+) -> None:
+    """torchrun --nproc-per-node=gpu starts a rank for each GPU that CUDA sees, and asks here for how many that are."""
+    (tree / "sys/bus/pci/devices/0000:01:00.0/driver").symlink_to("../../../../bus/pci/drivers/vfio-pci")
+    daemon("--sysroot", tree)
+    assert bus.get(ROOT, MANAGER, "Gpus") == 1
+    assert {f"{ROOT}/gpus/0000_01_00_0", f"{ROOT}/gpus/0000_81_00_0"} <= bus.managed().keys()
+
+
 def test_leases_are_served_first_come_first_served(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     daemon("--sysroot", tree)
     with bus.user(USER) as holder, bus.user(OTHER) as first, bus.user(USER) as second, bus.user(USER) as third:
