@@ -1,7 +1,8 @@
 """Builds the disks of the emulated machines: a whole Debian with systemd, once per suite and recipe.
 
 The machines have no network, so what torchtuned depends on is in the image, and torchtuned itself is not: installing
-it is the first test. alice and bob are the two users who run jobs; ssh to localhost gives them real login sessions.
+it is the first test. Other tuners lie in it as packages, for the tests that install them beside it. alice and bob are
+the two users who run jobs; ssh to localhost gives them real login sessions.
 
 Needs, from Debian: mmdebstrap e2fsprogs openssh-client. Run as root. A build takes about 2 minutes on two cores.
 """
@@ -26,6 +27,15 @@ PACKAGES = (
     "numactl util-linux linux-cpupower bash-completion man-db libpam-systemd dbus-user-session sudo openssh-server "
     "openssh-client python3-dbus-next python3-psutil python3-pyudev python3-rich python3-systemd"
 )
+NEIGHBOURS = ("tuned", "power-profiles-daemon", "irqbalance", "tlp")
+SHELF = "srv/neighbours"  # a folder each, with all that it depends on: apt-get install /srv/neighbours/tuned/*.deb
+FETCH = f"""set -e
+for name in {" ".join(NEIGHBOURS)}; do
+  mkdir -p "$1/{SHELF}/$name/partial"
+  APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" apt-get -qq -y --no-install-recommends --download-only \\
+    -o Dir::Cache::archives="$1/{SHELF}/$name" install "$name"
+done
+"""
 
 AGENT = """#!/bin/bash
 exec 3<>/dev/virtio-ports/testbed
@@ -70,7 +80,10 @@ def _build(suite: str, scratch: Path, out: Path) -> None:
     root, parts = scratch / "root", scratch / "image"
     parts.mkdir()
     subprocess.run(
-        ["mmdebstrap", "--quiet", "--variant=minbase", "--components=main", f"--include={PACKAGES}", suite, root],
+        [
+            *("mmdebstrap", "--quiet", "--variant=minbase", "--components=main"),
+            *(f"--include={PACKAGES}", f"--customize-hook={FETCH}", suite, root),
+        ],
         check=True,
         stdin=subprocess.DEVNULL,
     )
