@@ -14,7 +14,7 @@ TOP = Path(__file__).resolve().parents[1]
 UNIT = TOP / "systemd/torchtuned.service"
 LEFT_OFF = (
     "ProtectKernelTunables", "PrivateDevices", "DeviceAllow", "PrivateNetwork", "PrivateUsers", "ProcSubset",
-    "ProtectProc", "User", "CAP_SYS_ADMIN", "CAP_SYS_NICE",
+    "ProtectProc", "User", "CAP_SYS_ADMIN", "CAP_SYS_NICE", "CAP_SYS_RESOURCE",
 )  # fmt: skip
 
 

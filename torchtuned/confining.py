@@ -1,12 +1,17 @@
 """Keeps a job on its CPUs: by a scope that PID 1 makes for it, or by its own affinity, and by PID 1's word only.
 
 Whatever PID 1 says or fails to say, the job runs: without a scope of its own it is on its CPUs by affinity.
+
+A job with a scope of its own also gets the hard limits that the configuration wants above those of its login session,
+as scopes have no Limit...=. Services and containers keep theirs: becoming a job must not be a way out of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,6 +22,8 @@ from torchtuned.errors import TorchtunedError
 from torchtuned.host import Host
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job
+
+LIMITS = {"nofile": resource.RLIMIT_NOFILE, "memlock": resource.RLIMIT_MEMLOCK, "core": resource.RLIMIT_CORE}
 
 log = logging.getLogger(__name__)
 
@@ -76,4 +83,23 @@ class Confiner:
             log.warning("job %s has no scope: %s", job.id, e)
             mode = "affinity" if cpuset else job.confinement
             return replace(job, confinement=mode, warnings=(*job.warnings, f"no scope of its own: {e}"))
+        if not processes.ended(pidfd):
+            raise_limits(job.process.pid, self._policy.config.jobs.limits)
         return replace(job, scope=scope.name, confinement="cpuset" if cpuset else job.confinement)
+
+
+def raise_limits(pid: int, wanted: Mapping[str, str]) -> None:
+    """Raise the hard limits of a process to what is wanted; soft ones are its own to raise. What cannot be had it sees
+    and says itself.
+    """
+    for name, kind in LIMITS.items():
+        word = wanted.get(name, "keep")
+        if word != "infinity" and not word.isdecimal():
+            continue
+        goal = resource.RLIM_INFINITY if word == "infinity" else int(word)
+        try:
+            soft, hard = resource.prlimit(pid, kind)
+            if hard != resource.RLIM_INFINITY and (goal == resource.RLIM_INFINITY or goal > hard):
+                resource.prlimit(pid, kind, (soft, goal))
+        except (OSError, ValueError, OverflowError) as e:
+            log.info("the limit %s of process %d is not raised to %s: %s", name, pid, word, e)

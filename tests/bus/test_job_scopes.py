@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +56,35 @@ def test_memory_nodes_only_when_bound(bus: PrivateBus, services: Fake, daemon: S
     with bus.user(USER) as job:
         _, grant = job.start({"gpus": ["0000:81:00.0"], "memory": "bind"})
         assert pid1.get("scopes")[grant["scope"]]["AllowedMemoryNodes"] == [2]
+
+
+def may_raise_limits() -> bool:
+    """Whether this process has CAP_SYS_RESOURCE, which some containers leave out."""
+    capabilities = re.search(r"^CapEff:\t(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return capabilities is not None and bool(int(capabilities[1], 16) >> 24 & 1)
+
+
+@pytest.mark.skipif(not may_raise_limits(), reason="needs CAP_SYS_RESOURCE; tests/vm tries it, too")
+@pytest.mark.parametrize("where", ["session", "service"])
+def test_hard_limits_are_raised_where_the_job_came_from_a_session(
+    bus: PrivateBus, services: Fake, daemon: Start, where: str
+) -> None:
+    """A service has limits of its own, which becoming a job must not undo."""
+    place = {"session": "/user.slice/user-1000.slice/session-3.scope", "service": "/system.slice/a.service"}[where]
+    tree = small_machine(bus.folder, session=place)
+    limits = {"memlock": "infinity", "nofile": "5000", "core": "hard"}
+    text = "".join(f"limit_{name} = {word}\n" for name, word in limits.items())
+    make_tree(tree, {"etc/torchtuned/torchtuned.conf": f"[policy]\nprofile = observe\n[jobs]\n{text}"})
+    services("systemd1")
+    daemon("--sysroot", tree)
+    kinds = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
+    with bus.user(USER) as job:
+        for kind in kinds:
+            resource.prlimit(job.pid, kind, (1024, 4096))
+        _, grant = job.start()
+        hard = (resource.RLIM_INFINITY, 5000, 4096) if where == "session" else (4096, 4096, 4096)
+        assert bool(grant["scope"]) == (where == "session")
+        assert [resource.prlimit(job.pid, kind) for kind in kinds] == [(1024, most) for most in hard]
 
 
 def test_an_old_kernel_gets_no_cpuset(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
