@@ -142,7 +142,9 @@ def run(parts: Sequence[str], suites: Sequence[str], runner: Runner) -> list[Res
         return [runner.part("images", runner.command(BIN / "python", "tests/vm/image.py", *suites))]
 
     def machine(suite: str) -> list[Result]:
-        boot = runner.pytest(f"vm-{suite}", "tests/vm", **deb, TORCHTUNED_SUITE=suite)
+        # A test whose whole machine stands still is run once more: that is the emulator's doing.
+        again = ("--reruns", "1", "--only-rerun", "^MachineHangs:", "-rR")
+        boot = runner.pytest(f"vm-{suite}", "tests/vm", *again, **deb, TORCHTUNED_SUITE=suite)
         return [runner.part(f"vm-{suite}", boot)]
 
     # not --fail-on: lintian 2.116 counts there what its own screens have masked

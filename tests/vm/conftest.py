@@ -55,10 +55,18 @@ def machine(suite: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ma
 
 @pytest.fixture
 def ready(machine: Machine) -> Iterator[Machine]:
-    """The machine with the daemon ready and no jobs, before the test and after it."""
+    """The machine with the daemon ready and no jobs, before the test and after it.
+
+    A machine that stood still in the test before is started again; tests/parts.py has that test run once more.
+    """
+    if machine.stands_still:
+        machine.power_cut()
+        machine.boot()
     machine.check("systemctl is-active -q torchtuned || systemctl start torchtuned")
     wait_for(machine, f"{STATE} | grep ready")
     yield machine
+    if machine.stands_still:
+        return
     machine.sh("systemctl kill -s CONT torchtuned")
     machine.check(f"pkill -KILL -f {SHARE}/job.py || true")
     wait_for(machine, NO_JOBS)
