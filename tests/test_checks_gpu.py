@@ -104,9 +104,18 @@ def test_tt001_nouveau(make: Make) -> None:
 
 
 def test_tt001_no_driver_at_all(make: Make) -> None:
-    fake = make({"sys/module/nvidia/version": None, "sys/module/nvidia_uvm/refcnt": None})
+    gone = {"sys/module/nvidia/version": None, "sys/module/nvidia_uvm/refcnt": None}
+    fake = make({**gone, "sys/module/usbcore/refcnt": "1\n"})
     rebind(fake, None)
     assert "module is not loaded" in only(fake, "TT001").evidence
+
+
+def test_tt001_a_folder_without_modules(make: Make) -> None:
+    fake = make({"sys/module/nvidia/version": None, "sys/module/nvidia_uvm/refcnt": None})
+    rebind(fake, None)
+    findings, unchecked = check(fake, "TT001")
+    assert findings == []
+    assert "no /sys/module" in unchecked[0].because
 
 
 def test_tt001_passed_to_a_virtual_machine(make: Make) -> None:
@@ -440,5 +449,5 @@ def test_every_check_explains_itself_and_has_a_test() -> None:
 def test_documents(make: Make) -> None:
     document = only(make({"dev/nvidia-uvm": None}), "TT004").document()
     assert document["class"] == "AUTO"
-    assert set(document) == {"code", "severity", "class", "title", "evidence", "cost", "fix", "source"}
+    assert set(document) == {"code", "severity", "class", "title", "evidence", "cost", "fix", "source", "about"}
     assert Unchecked(code="TT001", because="x").document() == {"code": "TT001", "because": "x"}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fakes.tree import make_tree
 
+from torchtuned.findings import MEMORY, Action, Finding, Severity, about_gpu
 from torchtuned.gpus import Sample
 from torchtuned.host import Host
 from torchtuned.jobs import Job, State
@@ -45,6 +46,9 @@ class Shown:
     def granted(self, job: Job, document: dict[str, Any]) -> None:
         self.heard.append("granted")
 
+    def findings_changed(self, job: Job, lines: list[str]) -> None:
+        self.heard.append("; ".join(lines))
+
 
 class Setting:
     def __init__(self, folder: Path) -> None:
@@ -59,7 +63,13 @@ class Setting:
         self.asked: list[list[str]] = []
         self.shown = Shown()
         self.store = Store(folder / "reports")
-        self.reports = Reports(Host(self.tree), self.store, self.shown, self.sample)
+        self.found: list[Finding] = []
+        self.checks = 0
+        self.reports = Reports(Host(self.tree), self.store, self.shown, self.sample, self.check)
+
+    async def check(self) -> list[Finding]:
+        self.checks += 1
+        return self.found
 
     def sample(self, addresses: list[str]) -> dict[str, Sample]:
         self.asked.append(addresses)
@@ -102,6 +112,7 @@ def test_no_timer_and_no_watch_without_a_running_job(setting: Setting) -> None:
     asyncio.run(live())
     assert setting.shown.heard == ["added", "changed", "leader", "removed"]
     assert setting.asked == []
+    assert setting.checks == 0
 
 
 def test_one_timer_for_all_jobs(setting: Setting) -> None:
@@ -130,6 +141,58 @@ def test_nvml_is_asked_for_held_gpus_only(setting: Setting) -> None:
 
     asyncio.run(live())
     assert setting.asked == [[GPU], [GPU]]
+
+
+def finding(title: str, *about: str, evidence: str = "seen") -> Finding:
+    return Finding(
+        code="TT900", severity=Severity.ERROR, action=Action.TELL, title=title, evidence=evidence, cost="c", fix="f",
+        source="s", about=about,
+    )  # fmt: skip
+
+
+def test_findings_are_kept_with_the_jobs_that_feel_them(setting: Setting) -> None:
+    async def live() -> None:
+        setting.found = [
+            finding("hot", about_gpu(GPU), evidence="80 °C"),
+            finding("far", about_gpu("0000:99:00.0")),
+            finding("tight", MEMORY),
+            finding("old"),
+        ]
+        setting.reports.job_added(job(GPU))
+        await setting.reports._read_all()
+        await setting.reports._read_all()
+        assert setting.checks == 1  # and no more until the next is due
+        assert setting.shown.heard == ["added", "TT900 error: hot; TT900 error: tight"]
+        setting.found = [finding("hot", about_gpu(GPU), evidence="90 °C")]
+        first = {one["title"]: one["first"] for one in (await setting.reports.report(0, "1"))["findings"]}
+        assert setting.shown.heard[2:] == ["TT900 error: hot"]  # asked for, it is looked at anew
+        setting.reports.job_removed(job(GPU))
+        kept = {one["title"]: one for one in (await written(setting))["findings"]}
+        assert kept.keys() == {"hot", "tight"}
+        assert kept["hot"]["evidence"] == "90 °C"
+        assert (kept["hot"]["first"], kept["tight"]["last"]) == (first["hot"], kept["tight"]["first"])
+        assert kept["hot"]["last"] > kept["hot"]["first"]
+        await setting.reports.close()
+
+    asyncio.run(live())
+
+
+def test_a_report_does_not_wait_for_a_gpu_that_hangs(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang() -> list[Finding]:
+        await asyncio.sleep(30)
+        return []
+
+    async def live() -> None:
+        monkeypatch.setattr(reports, "ASKED_S", 0.05)
+        monkeypatch.setattr(setting.reports, "_check", hang)
+        setting.reports.job_added(job())
+        async with asyncio.timeout(10):
+            assert (await setting.reports.report(0, "1"))["findings"] == []
+        for task in setting.reports._tasks:
+            task.cancel()
+        await setting.reports.close()
+
+    asyncio.run(live())
 
 
 def test_a_flood_of_events_is_read_twice_a_second_at_most(setting: Setting) -> None:
@@ -180,7 +243,7 @@ class Slow(Host):
 def test_a_reading_that_comes_late_does_not_replace_the_last_one(setting: Setting, *, removed: bool) -> None:
     async def live() -> None:
         host = Slow(setting.tree)
-        setting.reports = Reports(host, setting.store, setting.shown, setting.sample)
+        setting.reports = Reports(host, setting.store, setting.shown, setting.sample, setting.check)
         setting.reports.job_added(job())
         asked = asyncio.ensure_future(setting.reports.report(0, "1"))
         await asyncio.to_thread(host.reading.wait, 20)

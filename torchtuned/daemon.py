@@ -27,6 +27,7 @@ from torchtuned.configfiles import read_config
 from torchtuned.dbusapi import NAME, Api
 from torchtuned.engine import Engine
 from torchtuned.errors import TorchtunedError
+from torchtuned.findings import Finding
 from torchtuned.gpus import Gpus, Sample
 from torchtuned.host import Host
 from torchtuned.hostchecks import HostChecks
@@ -45,7 +46,7 @@ from torchtuned.reports.keeper import Reports
 from torchtuned.reports.store import FOLDER, Store
 from torchtuned.systemd1 import Systemd
 from torchtuned.topology import Topology
-from torchtuned.tunables.owners import UNITS
+from torchtuned.tunables.owners import PPD, UNITS
 
 log = logging.getLogger("torchtuned")
 
@@ -81,7 +82,7 @@ class Daemon:
             choice=choice,
             tuners=self._tuners,
         )
-        self.reports = Reports(host, Store(state_dir / FOLDER), self.api, self.gpus.sample)
+        self.reports = Reports(host, Store(state_dir / FOLDER), self.api, self.gpus.sample, self._findings)
         self.manager = Manager(
             host,
             Jobs(run_dir / "jobs.json"),
@@ -92,7 +93,11 @@ class Daemon:
             jobs_active=self._jobs_active,
         )
         self.api.host_checks = HostChecks(
-            host, self.gpus, jobs=lambda: self.manager.jobs, ours=lambda: self.engine.ledger.entries
+            host,
+            self.gpus,
+            jobs=lambda: self.manager.jobs,
+            ours=lambda: self.engine.ledger.entries,
+            watch=lambda: self.policy.config.gpu.watch,
         )
         self._samples: dict[str, Sample] = {}
         self._newcomers = Newcomers(host, self.gpus, self.policy, self._survey)
@@ -162,6 +167,7 @@ class Daemon:
             self.policy.failed_to_start(e if isinstance(e, TorchtunedError) else None)
         self.policy.reconfigured = lambda: self._spawn(self._reconfigure())
         self.policy.touched = self._touched
+        self.systemd.follow_units(UNITS, self._tuner_moved)
         if self.host.real:
             await self.desktop.follow_sleep(lambda: self._spawn(self._newcomers.woke()))
         await self._reconfigure()
@@ -178,6 +184,11 @@ class Daemon:
         """Look at the GPUs again after their knobs were written."""
         if any(row.knob.startswith("gpu/") and row.outcome is Outcome.APPLIED for row in rows):
             self._spawn(self._survey())
+
+    def _tuner_moved(self, unit: str) -> None:
+        self._spawn(self._newcomers.tuner_moved(unit))
+        if unit == PPD:
+            self.desktop.profiles_moved()
 
     def _follow_machine(self) -> None:
         if self._hotplug is not None:
@@ -202,6 +213,9 @@ class Daemon:
         """Without `drivers` NVML is not asked: it may take seconds."""
         facts = self.gpus.facts() if drivers else {}
         return discover.topology(self.host, gpus=facts, watch=self.policy.config.gpu.watch)
+
+    async def _findings(self) -> list[Finding]:
+        return await self.api.host_checks.findings()
 
     async def _tuners(self) -> frozenset[str]:
         try:

@@ -39,6 +39,7 @@ JOB = Interface(
     properties={
         "Id": "s", "Pid": "u", "Uid": "u", "State": "s", "Cpus": "s", "MemoryNodes": "s", "Gpus": "as",
         "Confinement": "s", "Scope": "s", "Since": "t", "Threads": "u", "Warnings": "as",
+        "Findings": "as",
     },
     constant=frozenset({"Id", "Pid", "Uid", "Since"}),
 )  # fmt: skip
@@ -121,7 +122,7 @@ class Api:
         self._changed()
 
     def job_added(self, job: Job) -> None:
-        self._objects.add(job_path(job.id), JOB, _job_values(job))
+        self._objects.add(job_path(job.id), JOB, {**_job_values(job), "Findings": []})
         self._leases_changed()
 
     def job_changed(self, job: Job) -> None:
@@ -131,6 +132,10 @@ class Api:
     def job_removed(self, job: Job) -> None:
         self._objects.remove(job_path(job.id))
         self._leases_changed()
+
+    def findings_changed(self, job: Job, lines: list[str]) -> None:
+        """Show what is wrong where a job runs."""
+        self._objects.update(job_path(job.id), Findings=lines)
 
     def leader_ended(self, job: Job) -> None:
         """Nothing changes on the bus until the job has ended."""

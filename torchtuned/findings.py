@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torchtuned.cpuset import CpuSet, format_list, parse_list
+
 UNCHECKED = "unchecked"  # in the place of a severity, where nobody could look
+MEMORY = "memory"  # what a finding is about: the memory of the host, which all jobs share
+
+
+def about_gpu(address: str) -> str:
+    """A GPU as what a finding is about."""
+    return f"gpu/{address}"
+
+
+def about_cpus(which: CpuSet) -> str:
+    """CPUs as what a finding is about."""
+    return f"cpus/{format_list(which)}"
+
+
+def about_job(job_id: str) -> str:
+    """A job as what a finding is about."""
+    return f"job/{job_id}"
 
 
 class Severity(StrEnum):
@@ -31,7 +50,9 @@ class Action(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One fault of one thing. `title` names it, `evidence` is what was seen (values, addresses), `cost` what it does
-    to training, `fix` the way out, `source` where the rule comes from, `job` the id of the job that it concerns."""
+    to training, `fix` the way out, `source` where the rule comes from, `job` the id of the job that it was seen in.
+    `about`: what suffers while it lasts, by which it is told at the running jobs that have that (about_gpu(),
+    about_cpus(), about_job(), MEMORY); nothing for what only the next job, the next boot or an administrator feels."""
 
     code: str
     severity: Severity
@@ -42,10 +63,22 @@ class Finding:
     fix: str
     source: str
     job: str = ""
+    about: tuple[str, ...] = ()
+
+    def concerns(self, job_id: str, *, cpus: CpuSet, gpus: Collection[str]) -> bool:
+        """Whether a running job with these CPUs and GPUs (PCI addresses) feels it."""
+        if self.job:
+            return self.job == job_id
+        for kind, _, which in (thing.partition("/") for thing in self.about):
+            if kind == MEMORY or (kind == "job" and which == job_id) or (kind == "gpu" and which in gpus):
+                return True
+            if kind == "cpus" and cpus & parse_list(which):
+                return True
+        return False
 
     def document(self) -> dict[str, str]:
-        """As `torchtuned check --json` and D-Bus have it; `action` is called "class" there, "job" is left out when
-        the finding is about the host."""
+        """As `torchtuned check --json` and D-Bus have it; `action` is called "class" there, "about" has its words
+        parted by blanks, and "job" and "about" are left out when empty."""
         return {
             "code": self.code,
             "severity": str(self.severity),
@@ -55,7 +88,7 @@ class Finding:
             "cost": self.cost,
             "fix": self.fix,
             "source": self.source,
-        } | ({"job": self.job} if self.job else {})
+        } | {name: text for name, text in (("job", self.job), ("about", " ".join(self.about))) if text}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,7 @@ HIDDEN = {
     "TT065": PROCESSES,  # /proc/PID/fd
     "TT069": "the daemon does not see the /tmp of others",
     "TT071": PROCESSES,  # /proc/PID/environ
+    "TT077": "the daemon does not start CUDA",
 }
 """Checks that would judge the daemon's own sandbox (systemd/torchtuned.service) instead of the machine, and why."""
 
@@ -47,15 +48,22 @@ def running(job: Job) -> Running:
 
 
 class HostChecks:
-    """`jobs` and `ours` are asked when a look begins: the table of jobs, and the knobs that torchtuned has set.
+    """What is asked when a look begins: `jobs`, the table of them; `ours`, the knobs that torchtuned has set; `watch`,
+    what else counts as a GPU.
 
     In a machine that is a folder nothing is hidden.
     """
 
     def __init__(
-        self, host: Host, gpus: Gpus, *, jobs: Callable[[], Iterable[Job]], ours: Callable[[], Collection[str]]
+        self,
+        host: Host,
+        gpus: Gpus,
+        *,
+        jobs: Callable[[], Iterable[Job]],
+        ours: Callable[[], Collection[str]],
+        watch: Callable[[], Collection[tuple[str, str]]] = tuple,
     ) -> None:
-        self._host, self._gpus, self._jobs, self._ours = host, gpus, jobs, ours
+        self._host, self._gpus, self._jobs, self._ours, self._watch = host, gpus, jobs, ours, watch
         self._look: asyncio.Future[tuple[list[Finding], list[Unchecked]]] | None = None
         self._ended = 0.0
 
@@ -78,11 +86,11 @@ class HostChecks:
 
     async def _ask(self) -> tuple[list[Finding], list[Unchecked]]:
         jobs = [running(job) for job in self._jobs() if job.state is State.RUNNING]
-        ours = frozenset(self._ours())
+        ours, watch = frozenset(self._ours()), self._watch()
         hidden = HIDDEN if self._host.real else {}
         codes = [code for code in REGISTRY if code not in hidden]
         found, unchecked = await asyncio.to_thread(
-            lambda: run_checks(self._host, self._gpus, codes, ours=ours, caller=False, jobs=jobs)
+            lambda: run_checks(self._host, self._gpus, codes, ours=ours, caller=False, jobs=jobs, watch=watch)
         )
         self._ended = time.monotonic()
         left_out = [Unchecked(code=code, because=f"{why}: torchtuned check does") for code, why in hidden.items()]

@@ -64,6 +64,7 @@ def test_introspection_is_the_documented_interface(bus: PrivateBus, daemon: Star
         assert properties(interface(bus, path, JOB)) == {
             "Id": "s", "Pid": "u", "Uid": "u", "State": "s", "Cpus": "s", "MemoryNodes": "s", "Gpus": "as",
             "Confinement": "s", "Scope": "s", "Since": "t", "Threads": "u", "Warnings": "as",
+            "Findings": "as",
         }  # fmt: skip
 
 

@@ -87,6 +87,35 @@ def final(bus: PrivateBus, job: str = "1") -> dict[str, Any]:
     pytest.fail(f"no end: {found}")
 
 
+def test_what_a_job_feels_is_told_at_the_job(bus: PrivateBus, ready: Daemon, tree: Path) -> None:
+    stalled = "some avg10=9 avg60=50.00 avg300=9 total=9\nfull avg10=9 avg60=40.00 avg300=9 total=9\n"
+    make_tree(
+        tree,
+        {
+            "proc/pressure/memory": stalled,
+            "proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 90 kB\n",
+            "proc/sys/kernel/numa_balancing": "0\n",
+        },
+    )
+    line = "TT027 warning: tasks wait for memory"
+    with bus.user(USER) as job:
+        path, _ = job.start()
+        found = report(bus)["findings"]
+        assert [(one["code"], one["about"]) for one in found] == [("TT027", "memory")]
+        assert "40.00 % of the last minute" in found[0]["evidence"]
+        assert bus.get(path, "org.torchtuned1.Job", "Findings") == [line]
+        [shown] = json.loads(torchtuned(bus, "jobs", "--json").stdout)
+        assert shown["findings"] == [line]
+        assert line in " ".join(torchtuned(bus, "jobs").stdout.split())
+        page = " ".join(torchtuned(bus, "report", "1", uid=USER).stdout.split())
+        assert "TT027 warning, tasks wait for memory (seen" in page
+        assert json.loads(torchtuned(bus, "report", "1", "--json").stdout)["findings"][0]["code"] == "TT027"
+        [row] = json.loads(torchtuned(bus, "top", "--json").stdout)["jobs"]
+        assert row["findings"] == 1
+    ended = final(bus)
+    assert [one["code"] for one in ended["findings"]] == ["TT027"]
+
+
 def kill_minus_nine(bus: PrivateBus, job: Puppet, *, told: bool) -> None:
     """Kill it, and say so as torchtuned-run --report would."""
     start = processes.start_time(job.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ EFI = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 NO_DRIVER: Files = {"sys/module/nvidia": None, f"{PCI}/{A}/driver": None}
 DOCKER: Files = {f"{CG}/system.slice/docker.service/cgroup.procs": "900\n"}
 ACTIVE = f"{CG}/system.slice"
+CUINIT, HMM = ".torchtuned/cuinit", "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 HOLDS: Files = {"proc/4000/fd/9": "-> /dev/nvidia0"}
 
 
@@ -222,7 +224,6 @@ CASES = (
         {"proc/sys/kernel/numa_balancing": "0\n"},
         "numa_balancing is 2",
         jobs=(JOB,),
-        job="7",
     ),
     Case(
         "TT032",
@@ -629,8 +630,63 @@ CASES = (
         jobs=(JOB,),
         job="7",
     ),
+    Case(
+        "TT077",
+        {CUINIT: "3 /usr/lib/libcuda.so.1\n", HMM: "N\n"},
+        {CUINIT: "3 /usr/lib/libcuda.so.1\n", HMM: "N\n", "dev/nvidia-uvm": None},
+        f"cuInit of /usr/lib/libcuda.so.1 gave 3; /{HMM} is N",
+    ),
+    Case(
+        "TT077",
+        {CUINIT: "804 /usr/local/cuda/compat/libcuda.so.1\n"},
+        {CUINIT: "0 /usr/local/cuda/compat/libcuda.so.1\n"},
+        "cuInit of /usr/local/cuda/compat/libcuda.so.1 gave 804",
+        name="compatibility libraries",
+    ),
 )
 ELSEWHERE = {"TT064": "test_pci.py", "TT074": "test_wheel.py", "TT075": "test_wheel.py", "TT076": "test_wheel.py"}
+
+
+FILES_OF_ROOT = re.compile(r">>?\s*(/etc|/sys|/proc|/boot|/usr|/lib|/var|/run|\{)")
+ROOTS = "apt|systemctl|sysctl|modprobe|rmmod|update-initramfs|update-grub|mount|setpci|mokutil|cpupower|mdadm|loginctl"
+COMMANDS_OF_ROOT = re.compile(
+    rf"(?<!sudo )(?<![\w/.-])(?:(?:{ROOTS}|nvidia-ctk|nvidia-modprobe|dcgmi|nvidia-bug-report.sh) +[-\w{{]"
+    r"|dkms (?!status)\w|nvidia-smi -(?!q))"
+)
+
+
+def as_root_only(text: str) -> list[str]:
+    """What in a command fails for a user who may use sudo: redirections that the user's own shell would open, and
+    commands that only root may run."""
+    return [found[0] for pattern in (FILES_OF_ROOT, COMMANDS_OF_ROOT) for found in pattern.finditer(text)]
+
+
+def words_of(path: Path) -> list[str]:
+    """The texts of a module without its docstrings, those of one expression put together, {} for what is filled in."""
+    tree = ast.parse(path.read_text("utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and node.body
+            and isinstance(node.body[0], ast.Expr)}  # fmt: skip
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            found.append("".join(map(str, parts)))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            found.append(node.value)
+    return found
+
+
+def test_what_mends_works_with_sudo() -> None:
+    assert as_root_only("echo 1 > /sys/x; sudo echo x >>/etc/y; apt install z; nvidia-smi -pl 5") == [
+        "> /sys", ">>/etc", "apt i", "nvidia-smi -"
+    ]  # fmt: skip
+    fine = "echo 1 | sudo tee /sys/x; sudo apt install z; nvidia-smi -q; dkms status; /usr/bin/nvidia-ctk system"
+    assert as_root_only(fine) == []
+    package = Path(__file__).resolve().parents[2] / "torchtuned"
+    texts = [(path.name, text) for path in sorted((package / "checks").glob("*.py")) for text in words_of(path)]
+    assert len(texts) > 500
+    assert [(name, found, text) for name, text in texts if (found := as_root_only(text))] == []
 
 
 def look(
@@ -660,6 +716,7 @@ def test_broken(case: Case, tmp_path: Path, asked: tuple[str, ...] | None, monke
     assert case.seen in finding.evidence
     assert finding.job == case.job
     assert all((finding.fix, finding.cost, finding.source, finding.title))
+    assert not as_root_only(finding.fix)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -759,7 +816,7 @@ def test_t10_logging_out(tmp_path: Path, uid: str, expected: list[str], *, linge
     host = Host(build(tmp_path, changes).root)
     findings, _ = run_checks(host, Gpus(host), ["TT048"])
     assert [finding.code for finding in findings] == expected
-    assert all(finding.fix == "loginctl enable-linger ann" for finding in findings)
+    assert all(finding.fix == "sudo loginctl enable-linger ann" for finding in findings)
 
 
 def test_t26_nothing_here_reloads_systemd() -> None:
@@ -781,7 +838,7 @@ def test_t26_nothing_here_reloads_systemd() -> None:
         ),
         (
             {"proc/self/cgroup": "0::/system.slice/slurmd.service\n"},
-            "systemctl edit slurmd.service: [Service] LimitNOFILE=524288",
+            "sudo systemctl edit slurmd.service: [Service] LimitNOFILE=524288",
         ),
         ({}, "echo 'ann - nofile 524288' | sudo tee /etc/security/limits.d/torchtuned-nofile.conf"),
     ],

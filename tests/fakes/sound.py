@@ -73,6 +73,7 @@ def files() -> dict[str, str]:
         "sys/module/nvidia/version": f"{DRIVER}\n",
         "sys/module/nvidia_uvm/refcnt": "0\n",
         "dev/nvidia-uvm": "",
+        ".torchtuned/cuinit": f"0 /{LIB}/libcuda.so.{DRIVER}\n",
         "proc/driver/nvidia/version": f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER}\n",
         "proc/driver/nvidia/params": "RmProfilingAdminOnly: 1\nPreserveVideoMemoryAllocations: 1\n",
         "proc/sys/kernel/osrelease": "6.12.43+deb13-amd64\n",

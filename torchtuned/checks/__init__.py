@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from torchtuned.checks import (  # each registers its checks
     cgroups,
     container,
+    cudastart,
     cudause,
     dataset,
     desktop,
@@ -30,11 +31,38 @@ from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 
 FAMILIES = (
-    *(cgroups, container, cudause, dataset, desktop, driver, gpu, kernel, limits, memory, network, power, storage),
+    *(
+        cgroups,
+        container,
+        cudastart,
+        cudause,
+        dataset,
+        desktop,
+        driver,
+        gpu,
+        kernel,
+        limits,
+        memory,
+        network,
+        power,
+        storage,
+    ),
     *(upgrades, wheel, xid),
 )
 
-__all__ = ["FAMILIES", "REGISTRY", "Check", "Machine", "Running", "driver", "find", "gpu", "run_checks", "xid"]
+__all__ = [
+    "FAMILIES",
+    "REGISTRY",
+    "Check",
+    "Machine",
+    "Running",
+    "cudastart",
+    "driver",
+    "find",
+    "gpu",
+    "run_checks",
+    "xid",
+]
 
 
 def find(code: str) -> Check:
@@ -57,10 +85,11 @@ def run_checks(
     jobs: Sequence[Running] | None = (),
     python: str | None = None,
     data: str | None = None,
+    watch: Collection[tuple[str, str]] = (),
 ) -> tuple[list[Finding], list[Unchecked]]:
     """Run all checks, or `only` those codes. The arguments after it are those of Machine.
 
     Blocks (files, NVML, the journal): keep it off an event loop. InvalidRequest for a code that there is not.
     """
-    machine = Machine(host, gpus, ours, caller=caller, jobs=jobs, python=python, data=data)
+    machine = Machine(host, gpus, ours, caller=caller, jobs=jobs, python=python, data=data, watch=watch)
     return run_all(machine, REGISTRY if only is None else {find(code).code for code in only})

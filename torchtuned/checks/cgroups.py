@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
 from torchtuned.checks.files import environment, process_name
@@ -42,9 +43,16 @@ def quota(machine: Machine) -> Iterator[Seen | Unseen]:
             most = machine.text(f"{folder}/cpu.max") or machine.text(f"{folder}/cpu.cfs_quota_us")
             yield Seen(
                 evidence=f"{folder}/cpu.stat: throttled in {hit} of {periods} periods; the quota is {most}",
-                fix="start it with torchtuned-run (threads within the quota), or raise the quota",
+                fix=f"start it with torchtuned-run (threads within the quota), or raise the quota: {_raise(folder)}",
                 job=job,
             )
+
+
+def _raise(folder: str) -> str:
+    unit = folder.rpartition("/")[2]
+    if unit.endswith((".slice", ".service", ".scope")):
+        return f"sudo systemctl set-property {shlex.quote(unit)} CPUQuota="
+    return "of a container, docker update --cpus N"
 
 
 @rule(

@@ -12,6 +12,11 @@ from torchtuned.findings import Action, Severity
 
 DAEMON = "/etc/docker/daemon.json"
 MAJOR = 195  # of /dev/nvidiaN
+LINK = "sudo nvidia-ctk system create-dev-char-symlinks --create-all"
+UDEV = (
+    'ACTION=="add", DEVPATH=="/bus/pci/drivers/nvidia",'
+    ' RUN+="/usr/bin/nvidia-ctk system create-dev-char-symlinks --create-all"'
+)
 
 
 @rule(
@@ -41,5 +46,5 @@ def device_links(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"Docker's cgroup driver is systemd ({DAEMON if chosen else 'the default with cgroup v2'});"
             f" /dev/char has no {MAJOR}:*",
-            fix="nvidia-ctk system create-dev-char-symlinks --create-all, and a udev rule that does it at boot",
+            fix=f"{LINK}; and at each boot: echo '{UDEV}' | sudo tee /etc/udev/rules.d/71-nvidia-dev-char.rules",
         )

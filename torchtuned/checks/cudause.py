@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torchtuned.checks.files import environment, process_name, size
+from torchtuned.checks.files import environment, module_option, process_name, size
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.checks.xid import kernel_lines
 from torchtuned.errors import HostError, Missing
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import Action, Severity, about_gpu
 
 HELD = 1 << 30  # bytes; a driver alone holds less, a display server seldom more
 BLACKWELL = 0x2900  # device ids from here on are Blackwell and later, which only the open module runs
+KNOWS_BLACKWELL = 570
 OPEN = "Open Kernel Module"
 PROFILERS = (
     "/usr/bin/nsys",
@@ -58,7 +59,8 @@ def invisible(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"GPU {address}: {size(used)} in use, NVML lists no process; {named}"
             + (f"; {hidden} processes are other users'" if hidden else ""),
-            fix="end the processes named (kill PID); none named: sudo torchtuned check, or fuser -v /dev/nvidia*",
+            fix="end the processes named (kill PID); none named: sudo torchtuned check, or sudo fuser -v /dev/nvidia*",
+            about=(about_gpu(address),),
         )
 
 
@@ -112,7 +114,7 @@ def mps(machine: Machine) -> Iterator[Seen | Unseen]:
     if not any(machine.text(f"/proc/{pid}/comm").startswith(CONTROL) for pid in machine.parents):
         yield Seen(
             evidence=f"{PIPES}/control is there, and no nvidia-cuda-mps-control runs",
-            fix=f"rm -r {PIPES}, or start it: nvidia-cuda-mps-control -d",
+            fix=f"sudo rm -r {PIPES}, or start it: sudo nvidia-cuda-mps-control -d",
         )
 
 
@@ -135,15 +137,26 @@ def flavour(machine: Machine) -> Iterator[Seen | Unseen]:
             yield Seen(
                 evidence=f"{card.address} ({card.device}) is Blackwell or later; /proc/driver/nvidia/version:"
                 f" {version.splitlines()[0]}",
-                fix="apt install nvidia-open-kernel-dkms (Debian), of the driver's version; reboot",
+                fix=_open_module(version),
             )
     if OPEN in version and any(card.driver != "nvidia" for card in machine.cards):
         said = [line for line in kernel_lines(machine.host) if "is not supported by open" in line]
         if said:
             yield Seen(
                 evidence=f"the kernel says: {said[-1].strip()}; /proc/driver/nvidia/version: {version.splitlines()[0]}",
-                fix="apt install nvidia-kernel-dkms (Debian), of the driver's version; reboot",
+                fix="sudo apt install nvidia-kernel-dkms (Debian), of the driver's version; sudo reboot",
             )
+
+
+def _open_module(version: str) -> str:
+    """Debian 12 and 13 have drivers that do not know Blackwell; NVIDIA's know it from 570 on."""
+    numbers = re.findall(r"\b(\d{3,})\.\d+", version)
+    if numbers and int(numbers[0]) >= KNOWS_BLACKWELL:
+        return "the open module of the same driver: sudo apt install nvidia-open (NVIDIA's repository); sudo reboot"
+    return (
+        f"a driver of {KNOWS_BLACKWELL} or newer with the open module, which Debian 12 and 13 do not have:"
+        " sudo apt install nvidia-open (NVIDIA's repository); sudo reboot"
+    )
 
 
 @rule(
@@ -197,6 +210,6 @@ def profilers(machine: Machine) -> Iterator[Seen | Unseen]:
     if installed and re.search(r"^RmProfilingAdminOnly: 1", machine.text(PARAMS), re.MULTILINE):
         yield Seen(
             evidence=f"{PARAMS}: RmProfilingAdminOnly: 1; {installed[0]} is installed",
-            fix="echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' > /etc/modprobe.d/nvidia-profiling.conf;"
-            " update-initramfs -u; reboot. On a shared host this lets users see each other's counters",
+            fix=f"{module_option('NVreg_RestrictProfilingToAdminUsers=0', 'nvidia-profiling')}; sudo reboot."
+            " On a shared host this lets users see each other's counters",
         )

@@ -269,13 +269,13 @@ def read_ahead(machine: Machine) -> Iterator[Seen | Unseen]:
     if data.rotational and files.median >= LARGE and data.read_ahead_kb < AHEAD_SEQUENTIAL_KB:
         yield Seen(
             evidence=f"{path} is {data.read_ahead_kb}; the files' median is {median}, and the disk turns",
-            fix=f"echo 4096 > {path}, or in torchtuned.conf under [block:data]: device = {data.layers[0]},"
+            fix=f"echo 4096 | sudo tee {path}, or in torchtuned.conf under [block:data]: device = {data.layers[0]},"
             " read_ahead_kb = >=4096",
         )
     elif not data.rotational and 0 < files.median < SMALL and data.read_ahead_kb >= AHEAD_RANDOM_KB:
         yield Seen(
             evidence=f"{path} is {data.read_ahead_kb}; the files' median is {median}, on flash",
-            fix=f"echo 128 > {path}",
+            fix=f"echo 128 | sudo tee {path}",
         )
 
 

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import masked, setting, uid, unit_of, unit_runs, user_name, yes
+from torchtuned.checks.files import masked, module_option, setting, uid, unit_of, unit_runs, user_name, yes
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.findings import Action, Severity
 
@@ -45,7 +45,7 @@ def suspend(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence="; ".join(causes),
             fix="start jobs with torchtuned-run ([session] inhibit = sleep idle), or for good:"
-            " systemctl mask sleep.target suspend.target hibernate.target",
+            " sudo systemctl mask sleep.target suspend.target hibernate.target",
         )
 
 
@@ -73,8 +73,8 @@ def video_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     if slept and re.search(r"^PreserveVideoMemoryAllocations: 0", params, re.MULTILINE):
         yield Seen(
             evidence=f"{PARAMS}: PreserveVideoMemoryAllocations: 0; the host slept {slept} times since boot",
-            fix="echo 'options nvidia NVreg_PreserveVideoMemoryAllocations=1' > /etc/modprobe.d/nvidia-sleep.conf;"
-            " systemctl enable nvidia-suspend nvidia-resume; update-initramfs -u",
+            fix=f"{module_option('NVreg_PreserveVideoMemoryAllocations=1', 'nvidia-sleep')};"
+            " sudo systemctl enable nvidia-suspend nvidia-hibernate nvidia-resume; sudo reboot",
         )
 
 
@@ -107,7 +107,7 @@ def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
             yield Seen(
                 evidence=f"{where or 'logind.conf'}: RemoveIPC={value or 'yes, the default'};"
                 f" {LINGER}/{name} is not there; process in {unit}",
-                fix=f"loginctl enable-linger {shlex.quote(name)}",
+                fix=f"sudo loginctl enable-linger {shlex.quote(name)}",
                 job=job,
             )
 
@@ -126,5 +126,6 @@ def kill_processes(machine: Machine) -> Iterator[Seen | Unseen]:
     if yes(value):
         yield Seen(
             evidence=f"{where}: KillUserProcesses={value}",
-            fix="systemd-run --user --scope with linger (loginctl enable-linger), or KillUserProcesses=no",
+            fix="sudo mkdir -p /etc/systemd/logind.conf.d; printf '[Login]\\nKillUserProcesses=no\\n' | sudo tee"
+            " /etc/systemd/logind.conf.d/99-torchtuned.conf; sudo systemctl kill -s HUP systemd-logind",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError, Missing
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import Action, Severity, about_gpu
 from torchtuned.host import Host
 
 PASSED_ON = ("vfio-pci", "pci-stub", "xen-pciback")  # a virtual machine has the GPU, on purpose
@@ -44,13 +44,18 @@ def bound(machine: Machine) -> Iterator[Seen | Unseen]:
             continue
         if card.driver:
             evidence = f"{card.address} ({card.device}) is bound to {card.driver}"
-            fix = "apt install nvidia-driver (Debian contrib and non-free), update-initramfs -u, reboot"
+            fix = "sudo apt install nvidia-driver (contrib non-free non-free-firmware in apt's sources); sudo reboot"
         elif loaded:
             evidence = f"{card.address} ({card.device}) is bound to no driver, though the nvidia module is loaded"
-            fix = f"look for NVRM in journalctl -k; bind it: echo {card.address} > /sys/bus/pci/drivers/nvidia/bind"
+            fix = (
+                f"sudo journalctl -k -g NVRM says why; echo {card.address} | sudo tee /sys/bus/pci/drivers/nvidia/bind"
+            )
+        elif not machine.host.exists("/sys/module"):
+            yield Unseen(f"{card.address} names no driver, and there is no /sys/module to see whether one is loaded")
+            continue
         else:
             evidence = f"{card.address} ({card.device}) has no driver and the nvidia module is not loaded"
-            fix = "modprobe nvidia; if it does not load: dkms status, journalctl -k (Secure Boot: a rejected key)"
+            fix = "sudo modprobe nvidia; if that fails: sudo dkms status, and sudo journalctl -k -g 'nvidia|rejected'"
         yield Seen(
             evidence=evidence,
             fix=fix,
@@ -88,8 +93,8 @@ def versions(machine: Machine) -> Iterator[Seen | Unseen]:
             cost="new jobs fail: CUDA and NVML refuse a module of another version"
             if other
             else "nothing yet; a reload of the module, as at the next boot, changes the version",
-            fix="reboot; or, when nothing holds /dev/nvidia*, unload nvidia_uvm, nvidia_drm, nvidia_modeset and nvidia"
-            " and load them again",
+            fix="sudo reboot; or, when nothing holds /dev/nvidia*: sudo systemctl stop nvidia-persistenced;"
+            " sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia; sudo modprobe nvidia",
         )
 
 
@@ -118,7 +123,7 @@ def next_kernel(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             title="the next boot has no NVIDIA module",
             evidence=f"newest kernel is {kernel}; no nvidia.ko or nvidia-current.ko under /lib/modules/{kernel}",
-            fix=f"apt install linux-headers-{kernel} && dkms autoinstall -k {kernel}; then look at dkms status",
+            fix=f"sudo apt install linux-headers-{kernel} && sudo dkms autoinstall -k {kernel}; dkms status shows it",
         )
 
 
@@ -137,7 +142,8 @@ def unified_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     module = "loaded" if machine.host.exists("/sys/module/nvidia_uvm") else "not loaded"
     yield Seen(
         evidence=f"the nvidia module is loaded, nvidia_uvm is {module}, and there is no /dev/nvidia-uvm",
-        fix="nvidia-modprobe -u -c0 (package nvidia-modprobe); it makes device nodes and nothing else",
+        fix="sudo nvidia-modprobe -u -c0 (package nvidia-modprobe); it makes device nodes and nothing else",
+        about=tuple(about_gpu(card.address) for card in machine.cards),
     )
 
 

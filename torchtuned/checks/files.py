@@ -142,6 +142,14 @@ def unit_of(machine: Machine, process: str) -> str:
     return units[-1] if units else ""
 
 
+def module_option(option: str, file: str, module: str = "nvidia") -> str:
+    """The command that sets an option of NVIDIA's module for good. Debian calls its module nvidia-current, NVIDIA's
+    own packages nvidia; a line for a module that is not there does nothing."""
+    debian = module.replace("nvidia", "nvidia-current", 1).replace("_", "-")
+    lines = f"options {module} {option}\\noptions {debian} {option}\\n"
+    return f"printf '{lines}' | sudo tee /etc/modprobe.d/{file}.conf; sudo update-initramfs -u"
+
+
 def process_name(machine: Machine, pid: int) -> str:
     """A process for people: its number and name."""
     name = machine.text(f"/proc/{pid}/comm")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import Action, Severity, about_gpu
 from torchtuned.gpus import Reading
 from torchtuned.nvidia import Function, persistenced
 from torchtuned.pci import DEVICES
@@ -64,7 +64,8 @@ def persistence(machine: Machine) -> Iterator[Seen | Unseen]:
         daemon = "runs" if persistenced(machine.host) else "does not run"
         yield Seen(
             evidence=f"{named(reading)}: off; nvidia-persistenced {daemon}",
-            fix="persistence_mode = on under [gpu] in torchtuned.conf, or: systemctl enable --now nvidia-persistenced",
+            fix="persistence_mode = on under [gpu] in torchtuned.conf, or:"
+            " sudo systemctl enable --now nvidia-persistenced",
         )
 
 
@@ -97,6 +98,7 @@ def link(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{named(reading)} under load: Gen{generation} x{width}, possible Gen{best_generation}"
             f" x{best_width}; on the way: {path_of(machine, reading.address)}",
             fix="reseat the card, check riser and slot (bifurcation in the firmware), then look again under load",
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -127,6 +129,7 @@ def throttled(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{named(reading)}: reasons 0x{reasons:x}, {reading.values.get('temperature', '?')} °C,"
             f" SM at {reading.values.get('sm_clock', '?')} of {reading.values.get('sm_clock_max', '?')} MHz",
             fix=COOL if hot else SUPPLY,
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -157,7 +160,8 @@ def capped(machine: Machine) -> Iterator[Seen | Unseen]:
             severity=Severity.WARNING if felt else Severity.NOTICE,
             evidence=f"{named(reading)}: limit {limit / 1000:g} W, in force {enforced / 1000:g} W,"
             f" default {default / 1000:g} W" + ("; it slows the GPU down now" if felt else ""),
-            fix=f"if nobody wants it: nvidia-smi -i {reading.address} -pl {default // 1000}",
+            fix=f"if nobody wants it: sudo nvidia-smi -i {reading.address} -pl {default // 1000}",
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -191,7 +195,9 @@ def clocks(machine: Machine) -> Iterator[Seen | Unseen]:
             continue
         yield Seen(
             evidence=f"{named(reading)}: {evidence}",
-            fix=f"if nobody wants it: nvidia-smi -i {reading.address} -rgc; nvidia-smi -i {reading.address} -rac",
+            fix=f"if nobody wants it: sudo nvidia-smi -i {reading.address} -rgc;"
+            f" sudo nvidia-smi -i {reading.address} -rac",
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -213,7 +219,7 @@ def memory(machine: Machine) -> Iterator[Seen | Unseen]:
         elif rows.get("pending") or reading.values.get("retired_pending"):
             severity = Severity.WARNING
             what = "a memory repair waits for a reset"
-            fix = f"drain the GPU, then nvidia-smi -r -i {reading.address}, or reboot"
+            fix = f"drain the GPU, then sudo nvidia-smi -r -i {reading.address}, or reboot"
         else:
             continue
         yield Seen(
@@ -223,6 +229,7 @@ def memory(machine: Machine) -> Iterator[Seen | Unseen]:
             f" {rows.get('uncorrectable', 0)}, pending {'yes' if rows.get('pending') else 'no'},"
             f" pages pending {'yes' if reading.values.get('retired_pending') else 'no'}",
             fix=fix,
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -243,7 +250,8 @@ def answers(machine: Machine) -> Iterator[Seen | Unseen]:
             yield Seen(
                 title=words[reading.state],
                 evidence=f"GPU {reading.address}: {said}",
-                fix="look for Xid in journalctl -k, check power cables and seating, reboot",
+                fix="sudo journalctl -k -g Xid says more; check power cables and seating; sudo reboot",
+                about=(about_gpu(reading.address),),
             )
 
 
@@ -271,7 +279,8 @@ def fabric(machine: Machine) -> Iterator[Seen | Unseen]:
         severity=Severity.NOTICE if starting else Severity.ERROR,
         title="the NVLink fabric is starting" if starting else "NVSwitch without a running Fabric Manager",
         evidence=f"{len(switches)} NVSwitch{'es' if len(switches) > 1 else ''} ({switches[0].address}){where}",
-        fix="wait" if starting else "systemctl enable --now nvidia-fabricmanager, of exactly the driver's version",
+        fix="wait" if starting else "sudo systemctl enable --now nvidia-fabricmanager, of exactly the driver's version",
+        about=tuple(map(about_gpu, waiting or machine.readings)),
     )
 
 
@@ -293,11 +302,11 @@ def mig(machine: Machine) -> Iterator[Seen | Unseen]:
         if state["current"] != state["pending"]:
             words = {True: "on", False: "off"}
             what = f"MIG is {words[state['current']]} and will be {words[state['pending']]} after a reset"
-            fix = f"drain the GPU, then nvidia-smi -r -i {reading.address}"
+            fix = f"drain the GPU, then sudo nvidia-smi -r -i {reading.address}"
         elif state["current"] and not state["uuids"]:
             what = "MIG is on and has no device"
-            fix = f"nvidia-smi mig -i {reading.address} -cgi PROFILE -C, or turn it off: nvidia-smi -i"
-            fix += f" {reading.address} -mig 0"
+            fix = f"sudo nvidia-smi mig -i {reading.address} -cgi PROFILE -C (-lgip lists them), or turn it off:"
+            fix += f" sudo nvidia-smi -i {reading.address} -mig 0"
         else:
             continue
         yield Seen(
@@ -305,6 +314,7 @@ def mig(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{named(reading)}: current {state['current']}, pending {state['pending']},"
             f" devices {len(state['uuids'])}",
             fix=fix,
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -330,7 +340,8 @@ def compute_mode(machine: Machine) -> Iterator[Seen | Unseen]:
             title=f"the compute mode is {mode}",
             evidence=f"{named(reading)}: {mode}",
             cost="no CUDA job can use it" if mode == "prohibited" else "a second process on this GPU fails",
-            fix=f"if nobody wants it: nvidia-smi -i {reading.address} -c DEFAULT",
+            fix=f"if nobody wants it: sudo nvidia-smi -i {reading.address} -c DEFAULT",
+            about=(about_gpu(reading.address),),
         )
 
 
@@ -345,8 +356,6 @@ def compute_mode(machine: Machine) -> Iterator[Seen | Unseen]:
 def locality(machine: Machine) -> Iterator[Seen | Unseen]:
     """On a host with several NUMA nodes a GPU whose node neither the kernel nor NVML tells is bound to none, as node 0
     would be a guess. Virtual machines show it, and firmware without the tables."""
-    if not machine.cards:
-        return
     found = machine.topology
     unknown = [gpu.address for gpu in found.gpus if gpu.locality == "unknown"]
     if unknown:
@@ -354,6 +363,7 @@ def locality(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{', '.join(unknown)}: numa_node is -1, and NVML names no CPUs; the host has"
             f" {len([node for node in found.nodes if node.cpus])} nodes with CPUs",
             fix="in a virtual machine pass the topology on (QEMU: pxb-pcie with numa_node); else try a newer firmware",
+            about=tuple(map(about_gpu, unknown)),
         )
 
 

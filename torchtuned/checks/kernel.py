@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torchtuned import pci
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import Action, Severity, about_cpus
 
 OLDEST = (5, 5)
 CLOCK = "/sys/devices/system/clocksource/clocksource0"
@@ -35,8 +35,9 @@ def clock(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"{CLOCK}/current_clocksource is {now};"
             f" available: {machine.text(f'{CLOCK}/available_clocksource')}",
-            fix="journalctl -k -g 'clocksource|TSC' says why; a newer firmware, or (only if it is known to be stable)"
-            " tsc=reliable on the kernel's command line",
+            fix="sudo journalctl -k -g 'clocksource|TSC' says why; a newer firmware, or (only if it is known to be"
+            " stable) tsc=reliable on the kernel's command line",
+            about=(about_cpus(machine.topology.online),),
         )
 
 
@@ -61,15 +62,19 @@ def age(machine: Machine) -> Iterator[Seen | Unseen]:
         )
     filesystems = machine.text("/proc/filesystems")
     lacking = []
+    options = []
     if filesystems and not machine.host.exists("/sys/fs/cgroup/cgroup.controllers"):
         lacking.append("cgroup v2 is not the hierarchy in use (/sys/fs/cgroup/cgroup.controllers is not there)")
+        options.append("systemd.unified_cgroup_hierarchy=1")
     if filesystems and not machine.host.exists("/proc/pressure/memory"):
-        lacking.append("no /proc/pressure (boot with psi=1)")
+        lacking.append("there is no /proc/pressure")
+        options.append("psi=1")
     if lacking:
         yield Seen(
             title="the kernel lacks what torchtuned watches",
             evidence="; ".join(lacking),
-            fix="boot with systemd.unified_cgroup_hierarchy=1 psi=1",
+            fix=f"{' '.join(options)} in GRUB_CMDLINE_LINUX of /etc/default/grub, then sudo update-grub and"
+            " sudo reboot; of a container: on its host",
             cost="waiting for memory, disk and CPU, and kills in a job, stay unseen",
         )
 
@@ -99,7 +104,8 @@ def interrupts(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"/proc/interrupts: CPU {cpu} served {100 * max(totals) // every} % of {every} interrupts"
             " of devices",
-            fix="apt install irqbalance; or write a CPU list to /proc/irq/N/smp_affinity_list",
+            fix="sudo apt install irqbalance; or one by one: echo LIST | sudo tee /proc/irq/N/smp_affinity_list",
+            about=(about_cpus(frozenset({int(cpu)})),),
         )
 
 
@@ -125,8 +131,8 @@ def iommu(machine: Machine) -> Iterator[Seen | Unseen]:
     if len(machine.cards) > 1 and translated:
         yield Seen(
             evidence=f"/sys/kernel/iommu_groups: {', '.join(translated)}",
-            fix="iommu=pt on the kernel's command line (/etc/default/grub, update-grub, reboot); not where virtual"
-            " machines are given devices of this host that nobody trusts",
+            fix="iommu=pt in GRUB_CMDLINE_LINUX of /etc/default/grub, then sudo update-grub and sudo reboot; not where"
+            " virtual machines are given devices of this host that nobody trusts",
         )
 
 
@@ -154,8 +160,9 @@ def acs(machine: Machine) -> Iterator[Seen | Unseen]:
     if on:
         yield Seen(
             evidence=f"ACS redirects on {', '.join(on[:4])}" + (f" and {len(on) - 4} more" if len(on) > 4 else ""),
-            fix="turn ACS off in the firmware, or: setpci -s BRIDGE ECAP_ACS+6.w=0000"
-            " (which ends the isolation of virtual machines)",
+            fix="turn ACS off in the firmware, or until the next boot: "
+            + "; ".join(f"sudo setpci -s {bridge} ECAP_ACS+6.w=0000" for bridge in on[:4])
+            + " (which ends the isolation of virtual machines)",
         )
     elif hidden:
         yield Unseen(f"the ACS registers of {hidden} PCI bridges are for root only: sudo torchtuned check")

@@ -104,7 +104,7 @@ def _tasks(machine: Machine, process: str, job: str) -> Iterator[Seen]:
             is_unit = unit.endswith((".slice", ".service", ".scope"))
             yield Seen(
                 evidence=f"{folder}/pids.max is {most}, {now} are in use",
-                fix=f"systemctl set-property {shlex.quote(unit)} TasksMax=infinity"
+                fix=f"sudo systemctl set-property {shlex.quote(unit)} TasksMax=infinity"
                 if is_unit
                 else "raise the container's pids limit",
                 job=job,
@@ -158,7 +158,7 @@ def core_dumps(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"/proc/sys/kernel/core_pattern is {pattern!r}, /proc/self/limits allows"
             f" {'any size' if soft == UNLIMITED else size(soft)}",
-            fix="ulimit -S -c 0; torchtuned-run can do it for each job; or apt install systemd-coredump",
+            fix="ulimit -S -c 0 (torchtuned-run can do it for each job), or: sudo apt install systemd-coredump",
         )
 
 
@@ -171,7 +171,7 @@ def _where(machine: Machine, item: str, directive: str, value: str) -> str:
     if set_by:
         return f"change {set_by[-1][0]} ({set_by[-1][1]!r}), then log in again"
     if unit.endswith(".service"):
-        return f"systemctl edit {unit}: [Service] {directive}={value}; then restart it"
+        return f"sudo systemctl edit {unit}: [Service] {directive}={value}; then sudo systemctl restart {unit}"
     who = user_name(machine, uid(machine) or 0)
     limit_value = "unlimited" if value == "infinity" else value
     return f"echo '{who} - {item} {limit_value}' | sudo tee {LIMITS_D}/torchtuned-{item}.conf, then log in again"

@@ -10,7 +10,7 @@ from torchtuned.checks.files import amount, memory, size, unit_runs
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders
 from torchtuned.errors import HostError, Missing
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import MEMORY, Action, Severity, about_job
 from torchtuned.mounts import mount_of, mounts
 
 SHM = "/dev/shm"
@@ -39,9 +39,9 @@ def loader_need(*, workers: int, prefetch: int, batch_bytes: int) -> int:
 def shared_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     """The size of /dev/shm where the job sees it, and what is left of it. Workers hand batches over in it: eight of
     them with two batches of 64 images of 3x224x224 float32 each take 588 MiB. Containers have 64 MiB unless told."""
-    viewers = [("self" if machine.caller else "1", "")] + [(str(job.pid), job.id) for job in machine.jobs]
-    told = set()
-    for process, job in viewers:
+    viewers = [("self" if machine.caller else "1", "")] + [(str(one.pid), one.id) for one in machine.jobs]
+    seen: dict[tuple[str, int], list[str]] = {}
+    for process, viewer in viewers:
         try:
             mount = mount_of(mounts(machine.host, process), SHM)
         except Missing:
@@ -52,17 +52,16 @@ def shared_memory(machine: Machine) -> Iterator[Seen | Unseen]:
             yield Unseen(f"nothing is mounted on {SHM}")
             continue
         total = amount(mount.option("size")) or memory(machine)["MemTotal"] // 2
-        key = (mount.device, total)
-        if key in told:
-            continue
-        told.add(key)
-        yield from _judge_shm(machine, total, job)
+        seen.setdefault((mount.device, total), []).append(viewer)
+    for (_, total), who in seen.items():
+        about = tuple(about_job(one) for one in who if one)
+        yield from _judge_shm(machine, total, who[0], about)
 
 
-def _judge_shm(machine: Machine, total: int, job: str) -> Iterator[Seen]:
+def _judge_shm(machine: Machine, total: int, job: str, about: tuple[str, ...]) -> Iterator[Seen]:
     need = loader_need(workers=8, prefetch=2, batch_bytes=64 * 3 * 224 * 224 * 4)
     wanted = size(max(8 << 30, memory(machine)["MemTotal"] // 2)).replace(" GiB", "G").replace(" ", "")
-    fix = f"mount -o remount,size=50% {SHM}; in a container: docker run --shm-size={wanted} or --ipc=host"
+    fix = f"sudo mount -o remount,size=50% {SHM}; in a container: docker run --shm-size={wanted} or --ipc=host"
     if total < SHM_LEAST:
         yield Seen(
             evidence=f"{SHM} holds {size(total)}; 8 workers with 2 batches of 64x3x224x224 float32 each take"
@@ -70,6 +69,7 @@ def _judge_shm(machine: Machine, total: int, job: str) -> Iterator[Seen]:
             fix=fix,
             severity=Severity.ERROR if total < need else None,
             job=job,
+            about=about,
         )
         return
     try:
@@ -82,6 +82,7 @@ def _judge_shm(machine: Machine, total: int, job: str) -> Iterator[Seen]:
             evidence=f"{SHM} has {size(free)} of {size(total)} left",
             fix=f"ls -lS {SHM} shows what takes it (TT023: what nobody uses any more); {fix}",
             job=job,
+            about=about,
         )
 
 
@@ -117,7 +118,8 @@ def orphans(machine: Machine) -> Iterator[Seen | Unseen]:
     yield Seen(
         evidence=f"{SHM}: {len(left)} files with {size(total)}, mapped by no process: {', '.join(left[:3])}"
         + ("…" if len(left) > 3 else ""),
-        fix=shlex.join(["rm", "--", *(f"{SHM}/{name}" for name in left[:20])]) + (" …" if len(left) > 20 else ""),
+        fix=shlex.join(["sudo", "rm", "--", *(f"{SHM}/{name}" for name in left[:20])])
+        + (" …" if len(left) > 20 else ""),
     )
 
 
@@ -133,9 +135,8 @@ def mappings(machine: Machine) -> Iterator[Seen | Unseen]:
     """vm.max_map_count bounds the mappings of a process: one for each shared tensor and each CUDA allocation. Debian 13
     has 1048576, older kernels 65530. It is never lowered."""
     most = machine.host.read_int(f"{VM}/max_map_count")
-    fix = (
-        "vm.max_map_count = >=1048576 under [sysctl] (profile training does it), or: sysctl -w vm.max_map_count=1048576"
-    )
+    fix = "vm.max_map_count = >=1048576 under [sysctl] (profile training does it), or:"
+    fix += " sudo sysctl -w vm.max_map_count=1048576"
     if most < MAPS_LEAST:
         yield Seen(evidence=f"{VM}/max_map_count is {most}", fix=fix)
     for pid, job in machine.workers():
@@ -169,7 +170,8 @@ def overcommit(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"{VM}/overcommit_memory is 2; promised {size(facts.get('Committed_AS', 0))} of"
             f" {size(facts.get('CommitLimit', 0))}",
-            fix="sysctl -w vm.overcommit_memory=0, and the same in /etc/sysctl.d, unless somebody wants it",
+            fix="unless somebody wants it: echo 'vm.overcommit_memory = 0' | sudo tee /etc/sysctl.d/90-overcommit.conf;"
+            " sudo sysctl -p /etc/sysctl.d/90-overcommit.conf",
         )
 
 
@@ -229,6 +231,7 @@ def pressure(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"/proc/pressure/memory: all tasks waited {match[1]} % of the last minute; available"
             f" {size(facts['MemAvailable'])}, swapped out {size(swapped)}",
             fix="fewer DataLoader workers, smaller prefetch_factor, or less else on the host (ps --sort=-rss aux)",
+            about=(MEMORY,),
         )
 
 
@@ -285,8 +288,9 @@ def oomd(machine: Machine) -> Iterator[Seen | Unseen]:
     if unit_runs(machine, "systemd-oomd.service"):
         yield Seen(
             evidence="systemd-oomd.service runs",
-            fix="systemctl disable --now systemd-oomd, or for one job:"
-            " systemctl set-property torchtuned-job-ID.scope ManagedOOMPreference=avoid",
+            fix="sudo systemctl disable --now systemd-oomd, or for one job:"
+            " sudo systemctl set-property torchtuned-job-ID.scope ManagedOOMPreference=avoid",
+            about=(MEMORY,),
         )
 
 
@@ -306,7 +310,8 @@ def zone_reclaim(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"{VM}/zone_reclaim_mode is {mode}, with {len(machine.topology.nodes)} nodes",
             fix="vm.zone_reclaim_mode = 0 under [sysctl] (profile training does it), or:"
-            " sysctl -w vm.zone_reclaim_mode=0",
+            " sudo sysctl -w vm.zone_reclaim_mode=0",
+            about=(MEMORY,),
         )
 
 
@@ -327,5 +332,5 @@ def numa_balancing(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"/proc/sys/kernel/numa_balancing is {mode} while jobs run",
             fix="kernel.numa_balancing = 0 @jobs under [sysctl] (profile training does it)",
-            job=machine.jobs[0].id,
+            about=(MEMORY,),
         )

@@ -33,7 +33,7 @@ def peer_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     if not peermem and not open_module:
         yield Seen(
             evidence=f"{RDMA} has {', '.join(cards)}; nvidia_peermem is not loaded and the driver is not the open one",
-            fix="modprobe nvidia_peermem; echo nvidia_peermem > /etc/modules-load.d/nvidia-peermem.conf",
+            fix="sudo modprobe nvidia_peermem; echo nvidia_peermem | sudo tee /etc/modules-load.d/nvidia-peermem.conf",
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torchtuned.checks.files import unit_runs
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.cpuset import format_list, parse_list
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import Action, Severity, about_cpus
 from torchtuned.pci import DEVICES
 from torchtuned.tunables.cpu import CPUFREQ, EPP, PLATFORM, on_battery, policies
 from torchtuned.tunables.owners import PPD, TUNERS
@@ -44,8 +44,9 @@ def governor(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{CPUFREQ}/policy{_numbers(where)}: {what}",
             fix="governor = performance|schedutil under [cpu] (profile training does it)"
             if what.startswith("governor")
-            else "cpupower frequency-set -u MAXIMUM, unless somebody wants it",
+            else f"unless somebody wants it: sudo cpupower frequency-set -u {what.split()[-2]}MHz (linux-cpupower)",
             action=None if what.startswith("governor") else Action.ASK,
+            about=(_cpus_of(machine, where),),
         )
 
 
@@ -70,7 +71,17 @@ def preference(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"{CPUFREQ}/policy{_numbers(where)}/{EPP} is {value}",
             fix="energy_performance_preference = performance|balance_performance under [cpu] (profile training)",
+            about=(_cpus_of(machine, where),),
         )
+
+
+def _cpus_of(machine: Machine, where: list[str]) -> str:
+    """The CPUs of some cpufreq policies, as what a finding is about."""
+    found: set[int] = set()
+    for policy in where:
+        names = machine.text(f"{CPUFREQ}/{policy}/affected_cpus") or policy.removeprefix("policy")
+        found |= {int(name) for name in names.split() if name.isdecimal()}
+    return about_cpus(frozenset(found))
 
 
 def _numbers(where: list[str]) -> str:
@@ -93,11 +104,13 @@ def saving(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence="/sys/class/power_supply: a battery discharges and no mains is online",
             fix="plug it in",
             action=Action.TELL,
+            about=(about_cpus(machine.topology.online),),
         )
     elif profile in QUIET:
         yield Seen(
             evidence=f"{PLATFORM} is {profile}",
             fix="platform_profile = performance|balanced-performance @jobs under [cpu] (profile throughput does it)",
+            about=(about_cpus(machine.topology.online),),
         )
 
 
@@ -117,7 +130,7 @@ def tuners(machine: Machine) -> Iterator[Seen | Unseen]:
         last = next((tuner for tuner in running if tuner.unit == PPD), running[-1])
         yield Seen(
             evidence=f"running: {', '.join(tuner.unit for tuner in running)}",
-            fix=f"keep one; for example: systemctl disable --now {last.unit}",
+            fix=f"keep one; for example: sudo systemctl disable --now {last.unit}",
         )
 
 

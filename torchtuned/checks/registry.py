@@ -18,7 +18,7 @@ from torchtuned.findings import Action, Finding, Severity, Unchecked
 from torchtuned.gpus import Gpus, Reading
 from torchtuned.host import Host, stat_fields
 from torchtuned.nvidia import Function, functions
-from torchtuned.topology import Topology
+from torchtuned.topology import NVIDIA, Topology
 
 HEALTH = (
     "name",
@@ -64,6 +64,7 @@ class Machine:
 
     `caller`: the process that asks, /proc/self, is a user's own, whose limits and place are worth a look; the daemon's
     are not. `jobs` are torchtuned's, None where nobody could say. `python` and `data` are paths that a person named.
+    `watch`: further PCI devices that count as GPUs, as (vendor, class).
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Machine:
         jobs: Sequence[Running] | None = (),
         python: str | None = None,
         data: str | None = None,
+        watch: Collection[tuple[str, str]] = (),
     ) -> None:
-        self.host, self.gpus, self.ours = host, gpus, ours
+        self.host, self.gpus, self.ours, self.watch = host, gpus, ours, watch
         self.caller, self.jobs_known, self.python, self.data = caller, jobs is not None, python, data
         self.jobs = tuple(jobs or ())
 
@@ -89,7 +91,8 @@ class Machine:
     @cached_property
     def cards(self) -> tuple[Function, ...]:
         """NVIDIA GPUs, whatever driver they have."""
-        return tuple(function for function in self.functions if function.is_gpu)
+        watched = {kind for vendor, kind in self.watch if vendor == NVIDIA}
+        return tuple(function for function in self.functions if function.is_gpu or function.kind in watched)
 
     @cached_property
     def readings(self) -> Mapping[str, Reading]:
@@ -99,7 +102,7 @@ class Machine:
     @cached_property
     def topology(self) -> Topology:
         """CPUs, nodes, and GPUs with what the driver knows of them."""
-        return discover.topology(self.host, gpus=self.gpus.facts())
+        return discover.topology(self.host, gpus=self.gpus.facts(), watch=self.watch)
 
     @cached_property
     def parents(self) -> Mapping[int, int]:
@@ -178,6 +181,7 @@ class Seen:
     severity: Severity | None = None
     action: Action | None = None
     job: str = ""
+    about: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -219,6 +223,7 @@ def rule(
                     fix=item.fix,
                     source=source,
                     job=item.job,
+                    about=item.about,
                 )
 
         if code in REGISTRY:

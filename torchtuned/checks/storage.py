@@ -40,13 +40,13 @@ def nearly_full(machine: Machine) -> Iterator[Seen | Unseen]:
         if space.free < SHARE * space.total and space.free < LEAST:
             yield Seen(
                 evidence=f"{place}: {size(space.free)} of {size(space.total)} left",
-                fix=f"du -xh --max-depth=2 {folder} | sort -h | tail; old checkpoints, core dumps, pip and apt caches",
+                fix=f"sudo du -xh --max-depth=2 {folder} | sort -h | tail; old checkpoints, core dumps and caches",
             )
         elif space.files and space.files_free < SHARE * space.files:
             yield Seen(
                 title="a file system has hardly any inodes left",
                 evidence=f"{place}: {space.files_free} of {space.files} inodes left",
-                fix=f"du -x --inodes --max-depth=2 {folder} | sort -n | tail; pack small files into shards (tar)",
+                fix=f"sudo du -x --inodes --max-depth=2 {folder} | sort -n | tail; pack small files into shards (tar)",
             )
 
 
@@ -69,8 +69,8 @@ def raid(machine: Machine) -> Iterator[Seen | Unseen]:
                 title=f"a RAID is in {action}",
                 evidence=f"{folder}/sync_action is {action},"
                 f" {machine.text(folder + '/sync_completed') or '?'} sectors done",
-                fix=f"slower: echo 20000 > {folder}/sync_speed_max"
-                + ("; stop until next month: echo idle > " + folder + "/sync_action" if action == "check" else ""),
+                fix=f"slower: echo 20000 | sudo tee {folder}/sync_speed_max"
+                + (f"; stop until next month: echo idle | sudo tee {folder}/sync_action" if action == "check" else ""),
             )
         if (missing := machine.number(f"{folder}/degraded") or 0) > 0:
             yield Seen(
@@ -78,7 +78,7 @@ def raid(machine: Machine) -> Iterator[Seen | Unseen]:
                 severity=Severity.ERROR,
                 cost="the next failing disk takes the data with it; reads may be slower",
                 evidence=f"{folder}/degraded is {missing}",
-                fix=f"mdadm --detail /dev/{device}; replace the disk",
+                fix=f"sudo mdadm --detail /dev/{device}; replace the disk",
             )
 
 

@@ -37,7 +37,7 @@ def reboots(machine: Machine) -> Iterator[Seen | Unseen]:
         when = apt_value(text, "Unattended-Upgrade::Automatic-Reboot-Time") or "now"
         yield Seen(
             evidence=f"/etc/apt/apt.conf.d: Automatic-Reboot is on, time {when}; {TIMER} is enabled",
-            fix="echo 'Unattended-Upgrade::Automatic-Reboot \"false\";' > /etc/apt/apt.conf.d/99-no-reboot",
+            fix="echo 'Unattended-Upgrade::Automatic-Reboot \"false\";' | sudo tee /etc/apt/apt.conf.d/99-no-reboot",
         )
 
 
@@ -64,7 +64,7 @@ def driver(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{TIMER} is enabled, {packages[0].partition('.')[0]} is a package, and"
             " Unattended-Upgrade::Package-Blacklist has no nvidia",
             fix='echo \'Unattended-Upgrade::Package-Blacklist { "nvidia"; "libnvidia"; "libcuda"; };\''
-            " > /etc/apt/apt.conf.d/99-nvidia, and upgrade by hand between jobs",
+            " | sudo tee /etc/apt/apt.conf.d/99-nvidia, and between jobs: sudo apt upgrade",
         )
 
 
@@ -82,7 +82,7 @@ def reboot_required(machine: Machine) -> Iterator[Seen | Unseen]:
         packages = sorted(set(machine.text("/run/reboot-required.pkgs").split()))
         yield Seen(
             evidence="/run/reboot-required is there" + (f", for {', '.join(packages[:6])}" if packages else ""),
-            fix="reboot when no job runs (torchtuned jobs)",
+            fix="when no job runs (torchtuned jobs): sudo reboot",
         )
 
 
@@ -102,7 +102,7 @@ def needrestart(machine: Machine) -> Iterator[Seen | Unseen]:
         if re.search(r"^\s*\$nrconf\{restart\}\s*=\s*['\"]a['\"]", machine.text(path), re.MULTILINE):
             yield Seen(
                 evidence=f"{path}: $nrconf{{restart}} = 'a'",
-                fix=f"echo \"\\$nrconf{{restart}} = 'l';\" > {folder}/torchtuned.conf",
+                fix=f"echo \"\\$nrconf{{restart}} = 'l';\" | sudo tee {folder}/torchtuned.conf",
             )
 
 
@@ -129,6 +129,6 @@ def secure_boot(machine: Machine) -> Iterator[Seen | Unseen]:
     yield Seen(
         evidence="SecureBoot is 1 in EFI, the nvidia module is not loaded"
         + (f", and the kernel says: {rejected[-1].strip()}" if rejected else ""),
-        fix="mokutil --import /var/lib/dkms/mok.pub, reboot and enroll the key at the console",
+        fix="sudo mokutil --import /var/lib/dkms/mok.pub, then sudo reboot and enroll the key at the console",
         severity=None if rejected else Severity.WARNING,
     )

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import Missing
-from torchtuned.findings import Action, Severity
+from torchtuned.findings import Action, Severity, about_gpu
 from torchtuned.host import Host
 
 LOG = "/var/log/dmesg"  # of a machine that is a folder; a real one has a journal
@@ -40,10 +40,10 @@ class Meaning:
     fix: str
 
 
-RESET = "drain the GPU and reset it: nvidia-smi -r -i ADDRESS, or reboot"
-REPLACE = "drain the GPU, reset it, run dcgmi diag -r 3; if it comes back have it replaced"
+RESET = "drain the GPU and reset it: sudo nvidia-smi -r -i ADDRESS, or reboot"
+REPLACE = "drain the GPU, sudo nvidia-smi -r -i ADDRESS, sudo dcgmi diag -r 3; if it comes back have it replaced"
 SEAT = "check power cables, seating, riser and cooling; reboot; if it comes back have it replaced"
-UPDATE = "reset the GPU; if it comes back use another driver version (nvidia-bug-report.sh)"
+UPDATE = "sudo nvidia-smi -r -i ADDRESS; if it comes back use another driver version (sudo nvidia-bug-report.sh)"
 PROGRAM = "look at the job: run it with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; the host is fine"
 
 XIDS: dict[int, Meaning] = {
@@ -101,7 +101,7 @@ def reported(machine: Machine) -> Iterator[Seen | Unseen]:
     try:
         lines = list(kernel_log(machine.host))
     except Missing as missing:
-        yield Unseen(missing.what)
+        yield Unseen(str(missing))
         return
     seen: Counter[tuple[str, int]] = Counter()
     last: dict[tuple[str, int], str] = {}
@@ -119,6 +119,7 @@ def reported(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"GPU {where}, {times} time{'s' if times > 1 else ''} since boot{said}",
             cost=COST[meaning.side],
             fix=meaning.fix.replace("ADDRESS", where),
+            about=() if meaning.side in SEVERITY else (about_gpu(where),),
         )
 
 

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 from torchtuned import __version__, discover
 from torchtuned.bugreport import KERNEL, Recorder
-from torchtuned.checks import driver, run_checks, xid
+from torchtuned.checks import Machine, cudastart, driver, run_checks, xid
 from torchtuned.cli.command import FINE, note
-from torchtuned.cli.machine import host_of, sysroot_option
+from torchtuned.cli.machine import host_of, sysroot_option, watched
 from torchtuned.cli.policy import local_ledger, row_document, tuners_of
 from torchtuned.configfiles import read_config
 from torchtuned.cpulimits import cpuset_of_folder
@@ -37,7 +37,7 @@ def bug_report(args: argparse.Namespace) -> int:
     host.add(f"{DOCUMENTS}/version", f"torchtuned {__version__}\n")
     gpus = Gpus(host)
     looks: dict[str, Callable[[], object]] = {
-        "topology": lambda: topology_document(discover.topology(host, gpus=gpus.facts())),
+        "topology": lambda: topology_document(discover.topology(host, gpus=gpus.facts(), watch=watched(host))),
         "check": lambda: _check(host, gpus),
         "plan": lambda: _plan(host),
         "allowed": lambda: [sorted(found or ()) for found in cpuset_of_folder(host)],
@@ -48,6 +48,7 @@ def bug_report(args: argparse.Namespace) -> int:
         except TorchtunedError as error:
             host.add(f"{DOCUMENTS}/{name}.error", f"{error}\n")
     _keep_module_version(host)
+    _keep_cuda(host, gpus)
     try:
         host.add(xid.LOG, "".join(f"{line}\n" for line in xid.kernel_lines(host) if KERNEL.search(line)))
     except TorchtunedError as error:
@@ -76,8 +77,15 @@ def _keep_module_version(host: Recorder) -> None:
         pass  # no module, or no kernel that tells its name
 
 
+def _keep_cuda(host: Recorder, gpus: Gpus) -> None:
+    """How CUDA starts here, where it can be tried without a change to anything."""
+    machine = Machine(host, gpus)
+    if host.real and cudastart.startable(machine) and not cudastart.sleeping(machine):
+        host.add(cudastart.RESULT, cudastart.start(host).text)
+
+
 def _check(host: Recorder, gpus: Gpus) -> object:
-    findings, unchecked = run_checks(host, gpus)
+    findings, unchecked = run_checks(host, gpus, watch=watched(host))
     return {
         "findings": [finding.document() for finding in findings],
         "unchecked": [item.document() for item in unchecked],

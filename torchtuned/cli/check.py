@@ -18,7 +18,7 @@ from torchtuned.checks.registry import Check, Machine
 from torchtuned.cli import render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
 from torchtuned.cli.jobs import JOB
-from torchtuned.cli.machine import host_of, sysroot_option
+from torchtuned.cli.machine import host_of, sysroot_option, watched
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace, host: Host, only: Sequence[str] | None) -> tu
         except TorchtunedError:
             jobs = None  # each check that needs them says so
     options = {"python": args.python, "data": args.data}
-    findings, unseen = checks.run_checks(host, Gpus(host), only, ours=ours, jobs=jobs, **options)
+    findings, unseen = checks.run_checks(host, Gpus(host), only, ours=ours, jobs=jobs, watch=watched(host), **options)
     found = [finding.document() for finding in findings]
     unsure = {item.code for item in unseen}
     for document in theirs:
@@ -137,12 +137,13 @@ def running(objects: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[R
 
 def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
     out = render.console()
-    for document in found:
+    for alike in _alike(found):
+        document = alike[0]
         about = f", job {document['job']}" if document.get("job") else ""
         head = render.text(f"{document['code']} {document['severity']}", STYLES.get(document["severity"], "bold"))
         out.print(head.append(render.text(f"  {document['title']}{about}", "bold default")))
         fix = f"{document['fix']}  [{document['class']}: {CLASSES.get(document['class'], 'torchtuned')}]"
-        rows = [("seen", document["evidence"]), ("costs", document.get("cost", "")), ("mend", fix)]
+        rows = [*(("seen", one["evidence"]) for one in alike), ("costs", document.get("cost", "")), ("mend", fix)]
         render.facts("", [(word, text) for word, text in rows if text])
     reasons: dict[str, list[str]] = {}
     for document in unchecked:
@@ -160,6 +161,15 @@ def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
     print("; ".join(parts) + ".")
     if found:
         print("More on one: torchtuned check --explain CODE")
+
+
+def _alike(found: Sequence[Document]) -> list[list[Document]]:
+    """Findings that differ in nothing but what was seen, put together: eight GPUs with one fault."""
+    groups: dict[tuple[str, ...], list[Document]] = {}
+    for document in found:
+        key = tuple(document.get(name, "") for name in ("code", "severity", "title", "job", "cost", "fix", "class"))
+        groups.setdefault(key, []).append(document)
+    return list(groups.values())
 
 
 def _codes(codes: Sequence[str]) -> str:

@@ -87,9 +87,15 @@ def _print_jobs(found: Sequence[Properties]) -> None:
             )
         )
     render.table(("Job", "User", "Command", "State", "CPUs", "GPUs", "Held by", "Since"), rows, styles=("bold",))
-    warnings = [(f"job {job.get('id')}", text) for job in found for text in texts(job.get("warnings"))]
-    if warnings:
-        render.facts("", warnings)
+    told = [
+        (f"job {job.get('id')}", text)
+        for job in found
+        for text in (*texts(job.get("warnings")), *texts(job.get("findings")))
+    ]
+    if told:
+        render.facts("", told)
+    if any(texts(job.get("findings")) for job in found):
+        print("More on what was found: torchtuned report JOB")
 
 
 def _processes(host: Host, job: Properties) -> list[dict[str, object]]:

@@ -135,7 +135,16 @@ def page(one: Report) -> tuple[str, list[tuple[str, str]]]:
     else:
         rows += [row for row in _used(one, measured) if row[1]]
     rows += [("GPU", _gpu(address, figures)) for address, figures in one.get("gpus", {}).items()]
+    rows += [("Found", _found(finding)) for finding in one.get("findings", ())]
+    if one.get("findings"):
+        rows.append(("", "torchtuned check --explain CODE says more, and how to mend it"))
     return title, rows
+
+
+def _found(finding: dict[str, Any]) -> str:
+    first, last = (since(finding.get(name)) for name in ("first", "last"))
+    when = f"seen at {last}" if first == last else f"seen from {first} to {last}"
+    return f"{finding['code']} {finding['severity']}, {finding['title']} ({when}): {finding['evidence']}"
 
 
 def _granted(granted: dict[str, Any]) -> list[tuple[str, str]]:

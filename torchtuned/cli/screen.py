@@ -103,6 +103,8 @@ def _second(row: Row, width: int) -> Text:
         facts.append(f"memory {row.memory_near:.0f} % near!")
     if row.confinement == "none" and row.state == "running":
         facts.append("not held to its CPUs!")
+    if row.findings:
+        facts.append("1 finding!" if row.findings == 1 else f"{row.findings} findings!")
     facts.append(duration(max(0.0, time.time() - row.since / 1e6)))
     right = "  ".join(facts)
     room = max(8, width - 6 - len(right) - 2)

@@ -43,6 +43,7 @@ class Row:
     gpus: Mapping[str, float | None] = field(default_factory=dict)
     near: str = ""  # whether its CPUs are those next to its GPUs: yes, no, ?, or "" without GPUs
     confinement: str = ""
+    findings: int = 0
     since: int = 0
 
 
@@ -134,6 +135,7 @@ class Watcher:
             gpus={address: self._gpus.now.get(address) for address in gpus},
             near=self._nearness(gpus, cpus),
             confinement=str(job.get("confinement")),
+            findings=len(texts(job.get("findings"))),
             since=whole(job.get("since")),
         )
 

@@ -6,10 +6,12 @@ Times are microseconds after 1970; 0 stands for not yet.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchtuned.cpuset import format_list
+from torchtuned.findings import Finding
 from torchtuned.host import Host
 from torchtuned.jobs import Job
 from torchtuned.reports import accounting, postmortem
@@ -19,6 +21,7 @@ from torchtuned.reports.store import Name
 from torchtuned.reports.usage import Figures, GpuFigures
 
 SCHEMA = 1
+MOST_FINDINGS = 40  # of one job: the newest are kept
 
 
 @dataclass(kw_only=True)
@@ -41,6 +44,37 @@ class Record:
     exit: int | None = None
     released: bool = False
     pids: set[int] = field(default_factory=set)
+    findings: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
+    looked_at: int = 0
+
+    def see(self, found: Iterable[Finding], when: int) -> None:
+        """Keep what is wrong with the host, or with the job itself, and felt by this job: since when, and until when
+        it was seen. Call it on the loop."""
+        grant = self.job.grant
+        if self.ended or grant is None:
+            return
+        self.looked_at = when
+        for finding in found:
+            if finding.concerns(self.job.id, cpus=grant.cpus, gpus=grant.gpus):
+                key = (finding.code, finding.title, " ".join(finding.about))
+                first = self.findings.pop(key, {}).get("first", when)
+                self.findings[key] = {**finding.document(), "first": first, "last": when}
+        while len(self.findings) > MOST_FINDINGS:
+            del self.findings[next(iter(self.findings))]
+
+    def keep(self, findings: Iterable[dict[str, Any]]) -> None:
+        """Take over what an earlier daemon has seen."""
+        for one in findings:
+            self.findings[one["code"], one["title"], one.get("about", "")] = one
+
+    @property
+    def now_wrong(self) -> list[str]:
+        """What the last look found, a line each: "TT007 error: a GPU is throttled"."""
+        return [
+            f"{one['code']} {one['severity']}: {one['title']}"
+            for one in self.findings.values()
+            if one["last"] == self.looked_at
+        ]
 
     def take(self, figures: Figures, begun: int) -> None:
         """Keep a reading, unless there was nothing left to read, or a later one is here already: readings are made
@@ -85,6 +119,7 @@ class Record:
             },
             "measured": self._measured(),
             "gpus": {address: figures.figures() for address, figures in self.gpus.items()},
+            "findings": list(self.findings.values()),
             "oom_kills_around": self.around,
             "boot": boot,
             "end": None,

@@ -4,6 +4,7 @@ Nothing is polled while no job runs. A job's cgroup goes the moment its last pro
 must be known of it is read before, at the cost of few wake-ups:
 - memory.events is watched (inotify), as an out-of-memory kill is the one figure that cannot be got afterwards;
 - all figures are read once a minute for all jobs together, first 10 s after a job's start, GPUs too;
+- with every fifth of these readings the host is checked, and what a job feels of the findings is kept with it;
 - and when the job's leader has exited, at once, before anything else: often that comes before PID 1.
 What the last reading missed is made up from PID 1's own entry about the ended scope (CPU time, newer ones also peak
 memory), and from the counters of the slices above, which stay. The journal is read once, a second after the end, for
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
 from torchtuned import processes
 from torchtuned.cpulimits import limits
 from torchtuned.errors import HostError, InvalidRequest, NoSuchJob
+from torchtuned.findings import Finding
 from torchtuned.gpus import Sample
 from torchtuned.host import Host
 from torchtuned.jobs import Job, State
@@ -32,6 +34,8 @@ from torchtuned.reports.usage import Figures, GpuFigures
 from torchtuned.scopes import MOUNT
 
 FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
+CHECK_S = 290.0  # between two checks of the host while jobs run, of which none is newer
+ASKED_S = 3.0  # how long a report waits for a check of the host: a GPU that hangs takes longer
 SETTLE_S = 1.0  # from a job's end until the journal is read: PID 1 and systemd-oomd write after the fact
 BURST_S = 1.0  # changes of memory.events within this are read once
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -39,14 +43,27 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 log = logging.getLogger(__name__)
 
 
+class Shown(View, Protocol):
+    """The next View, which also shows what is wrong where a job runs."""
+
+    def findings_changed(self, job: Job, lines: list[str]) -> None: ...
+
+
 class Reports:
     """The manager's View: it keeps account of what it is told, and hands it on to `shown`, the next View.
 
-    `sample` asks NVML, off the loop.
+    `sample` asks NVML, off the loop; `check` looks at the host and tells its findings.
     """
 
-    def __init__(self, host: Host, store: Store, shown: View, sample: Callable[[list[str]], dict[str, Sample]]) -> None:
-        self._host, self._store, self._shown, self._sample = host, store, shown, sample
+    def __init__(
+        self,
+        host: Host,
+        store: Store,
+        shown: Shown,
+        sample: Callable[[list[str]], dict[str, Sample]],
+        check: Callable[[], Awaitable[Iterable[Finding]]],
+    ) -> None:
+        self._host, self._store, self._shown, self._sample, self._check = host, store, shown, sample, check
         self._running: dict[str, Record] = {}
         self._ending: list[Record] = []
         self._open: dict[tuple[int, int], dict[str, Any]] = {}  # (pid, start) -> what an earlier daemon left unfinished
@@ -140,6 +157,7 @@ class Reports:
         if record is not None and uid in (0, record.job.process.uid):
             if not record.ended:
                 await self._read_off_loop([record])
+                await asyncio.wait([self._spawn(self._see([record]))], timeout=ASKED_S)
             return record.document(self._boot)
         names = [name for name in await asyncio.to_thread(self._store.names) if uid in (0, name.uid)]
         name = find(names, asked)
@@ -189,6 +207,7 @@ class Reports:
             record.around = accounting.oom_kills(self._host, place)
             record.around.pop(record.cgroup, None)
         record.gpus = {address: GpuFigures(kept) for address, kept in left.get("gpus", {}).items()}
+        record.keep(left.get("findings", ()))
         self._running[job.id] = record
         if record.cgroup:
             self._watch(record)
@@ -229,6 +248,18 @@ class Reports:
                 if one is not None and one.state == "ok":
                     figures = record.gpus.setdefault(address, GpuFigures())
                     figures.add(one.utilization, one.memory_used, one.power, one.temperature)
+        if any(now() - record.looked_at > CHECK_S * 1e6 for record in records):
+            await self._see(records)
+
+    async def _see(self, records: Sequence[Record]) -> None:
+        """Check the host, and keep with each job what it feels of that."""
+        found = list(await self._check())
+        when = now()
+        for record in records:
+            before = record.now_wrong
+            record.see(found, when)
+            if record.now_wrong != before and not record.ended:
+                self._shown.findings_changed(record.job, record.now_wrong)
 
     async def _read_off_loop(self, records: Sequence[Record]) -> None:
         """A cgroup with many processes takes a while to read. What was read is taken on the loop, where the end is."""
@@ -302,10 +333,11 @@ class Reports:
         timer = self._timers.get("read")
         return float("inf") if timer is None else timer.when() - asyncio.get_running_loop().time()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
