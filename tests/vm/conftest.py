@@ -49,6 +49,7 @@ def machine(suite: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ma
         (machine.share / "originals.service").write_text(ORIGINALS_UNIT)
         machine.check(f"cp {SHARE}/originals.service /etc/systemd/system/ && systemctl enable --now originals.service")
         assert governors(machine) == ORIGINALS
+        machine.check("rm -f /var/lib/man-db/auto-update")  # indexing all manual pages takes a minute each time
         print(machine.check(f"{INSTALL} {SHARE}/torchtuned.deb"))
         yield machine
 
