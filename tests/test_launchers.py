@@ -25,11 +25,14 @@ from torchtuned.run.launchers import recognise
         ("/usr/bin/python3.12 -u -X dev -m torch.distributed.launch --nproc_per_node=2 train.py", 2, ""),
         ("python3 -mtorch.distributed.run --nproc-per-node=2 train.py", 2, ""),
         ("python /opt/venv/bin/torchrun --nproc-per-node=2 train.py", 2, ""),
-        ("accelerate launch --num_processes 4 --num-machines=2 train.py --num_processes 9", 2, ""),
+        ("accelerate launch --multi_gpu --num_processes 4 --num-machines=2 train.py --num_processes 9", 2, ""),
         ("accelerate-launch --multi_gpu --num-processes=3 train.py", 3, ""),
-        ("python -m accelerate.commands.launch --num_processes=3 train.py", 3, ""),
+        ("accelerate launch --multi_gpu train.py", None, "gpu"),
+        ("python -m accelerate.commands.launch --use_fsdp --num_processes=3 train.py", 3, ""),
         ("accelerate launch --cpu --num_processes 4 train.py", 1, ""),
-        ("accelerate launch train.py", None, "gpu"),
+        ("accelerate launch --num_processes 1 train.py", 1, ""),
+        ("accelerate launch --num_processes 4 train.py", None, "gpus"),
+        ("accelerate launch train.py", None, "gpus"),
     ],
 )
 def test_ranks(command: str, ranks: int | None, count: str) -> None:
@@ -37,6 +40,59 @@ def test_ranks(command: str, ranks: int | None, count: str) -> None:
     assert launcher is not None
     assert launcher.ranks == ranks
     assert ranks is not None or launcher.count == count
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus", "ranks"),
+    [
+        ("torchrun --nproc-per-node=gpu t.py", 4, 4),
+        ("torchrun --nproc-per-node=auto t.py", 0, None),
+        ("torchrun --nproc-per-node=cpu t.py", 4, None),
+        ("accelerate launch t.py", 4, 4),
+        ("accelerate launch --num_processes 2 t.py", 4, 2),
+        ("accelerate launch --num_processes 2 t.py", 1, None),  # a single process, in accelerate's own words
+        ("accelerate launch t.py", 1, None),
+        ("accelerate launch --multi_gpu t.py", 1, 1),
+    ],
+)
+def test_where_the_machine_decides(command: str, gpus: int, ranks: int | None) -> None:
+    launcher = recognise(command.split(), {})
+    assert launcher is not None
+    assert launcher.with_gpus(gpus) == ranks
+
+
+CONFIG = """compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+fsdp_config:
+  num_processes: 77
+num_machines: 1
+num_processes: 4  # of this machine
+use_cpu: {cpu}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "cpu", "words", "ranks", "count"),
+    [
+        ("MULTI_GPU", "false", "", 4, "gpu"),
+        ("'FSDP'", "false", "--num_processes 2", 2, "gpu"),
+        ("'NO'", "false", "", 1, ""),
+        ("'NO'", "false", "--multi_gpu", 4, "gpu"),
+        ("MULTI_CPU", "true", "", 1, ""),
+        ("MULTI_GPU", "false", "--cpu", 1, ""),
+    ],
+)
+def test_accelerates_own_configuration(kind: str, cpu: str, words: str, ranks: int, count: str) -> None:
+    text = CONFIG.format(kind=kind, cpu=cpu)
+    for environ, option, path in (
+        ({"HOME": "/home/ann"}, "", "/home/ann/.cache/huggingface/accelerate/default_config.yaml"),
+        ({"HF_HOME": "/srv/hf", "HOME": "/home/ann"}, "", "/srv/hf/accelerate/default_config.yaml"),
+        ({}, "--config_file=own.yaml", "own.yaml"),
+    ):
+        command = f"accelerate launch {option} {words} train.py".split()
+        launcher = recognise(command, environ, lambda name, path=path: text if name == path else "")
+        assert launcher is not None
+        assert (launcher.ranks, launcher.count) == (ranks, count)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,23 @@ def own_prefix(folder: Path) -> Path:
     return folder / "bin/python"
 
 
+def wrapper(folder: Path, python: Path) -> Path:
+    """A script called python that sets something and becomes the real one under its own name."""
+    (folder / "bin").mkdir(parents=True)
+    path = folder / "bin/python"
+    path.write_text(f'#!/bin/bash\nexport WRAPPED=$((WRAPPED + 1))\nexec -a "$0" {python.resolve()} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
 def interpreters(folder: Path) -> dict[str, Path]:
     subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", folder / "venv"], check=True)
     found = {"system": Path("/usr/bin/python3"), "venv": folder / "venv/bin/python"}
     found["conda"] = own_prefix(folder / "conda")
+    own_prefix(folder / "before")
+    (folder / "before").rename(folder / "after")
+    found["relocated"] = folder / "after/bin/python"
+    found["wrapper"] = wrapper(folder / "wrapped", found["conda"])
     for minor in range(10, 15):  # others that this machine has; what PATH names may be a script that chooses one
         path = shutil.which(f"python3.{minor}")
         words = [path or "false", "-c", "import sys; print(sys.executable)"]

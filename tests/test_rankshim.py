@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,19 +170,36 @@ def launch(tmp_path: Path, script: str, *words: str, options: tuple[str, ...] = 
     return sorted(lines, key=lambda line: (str(line["rank"]), line["cpus"] if "cpus" in line else ""))
 
 
-@needs_two
-def test_torchrun_trains_on_two_ranks_with_cpus_of_their_own(tmp_path: Path) -> None:
-    torchrun = str(BIN / "torchrun")
-    ranks = launch(tmp_path, TRAIN, torchrun, "--standalone", "--nproc-per-node=2", "script.py")
-    assert [rank["total"] for rank in ranks] == [3.0, 3.0]
+def trained(ranks: list[Any]) -> None:
+    """Each rank had one mask from its first statement on, in every thread and every worker, and all took part."""
+    count = len(ranks)
+    assert [rank["total"] for rank in ranks] == [count * (count + 1) / 2] * count
     masks = [rank["start"] for rank in ranks]
-    assert not set(masks[0]) & set(masks[1])
+    assert sorted({cpu for mask in masks for cpu in mask}) == CPUS
+    most = -(-count // len(CPUS))
+    assert max(sum(cpu in mask for mask in masks) for cpu in CPUS) == most, "no CPU has more ranks than it must"
     for rank, mask in zip(ranks, masks, strict=True):
         assert mask
         assert rank["threads"] == [mask] * len(rank["threads"]), "bound before the first thread"
         assert rank["workers"] == {"fork": mask, "spawn": mask}
         assert rank["omp"] == len(mask)
-        assert rank["launcher"] == CPUS, "torchrun itself has the whole job's"
+        assert rank["launcher"] == CPUS, "the launcher itself has the whole job's"
+
+
+@needs_two
+@pytest.mark.parametrize("count", [2, 4])
+def test_torchrun_trains_on_ranks_with_cpus_of_their_own(tmp_path: Path, count: int) -> None:
+    torchrun = str(BIN / "torchrun")
+    trained(launch(tmp_path, TRAIN, torchrun, "--standalone", f"--nproc-per-node={count}", "script.py"))
+
+
+ACCELERATE = shutil.which("accelerate", path=os.environ.get("TORCHTUNED_ACCELERATE", str(BIN)))
+if ACCELERATE is not None and len(CPUS) > 1:  # it is not among the tests' requirements
+
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_accelerate_trains_on_ranks_with_cpus_of_their_own(tmp_path: Path, count: int) -> None:
+        words = [str(ACCELERATE), "launch", "--multi_gpu", f"--num_processes={count}", "script.py"]
+        trained(launch(tmp_path, TRAIN, *words))
 
 
 @needs_two

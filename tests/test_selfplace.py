@@ -161,12 +161,16 @@ def test_a_gpu_lent_to_a_virtual_machine_is_not_counted(runtime: Path, gpu_host:
     driver.symlink_to("../../../../bus/pci/drivers/vfio-pci")
     grant = selfplace.place_self(wishes(gpus=2), pid=101, host=gpu_host)
     assert (grant["gpus"], grant["gpu_indexes"]) == (["0000:30:00.0", "0000:40:00.0"], [1, 2])
-    every = selfplace.place_self(wishes(), pid=102, per_gpu=True, host=gpu_host, dry=True)
+    every = selfplace.place_self(wishes(), pid=102, ranks=one_per_gpu, host=gpu_host, dry=True)
     assert (every["gpus_here"], len(every["ranks"])) == (3, 3)
 
 
+def one_per_gpu(gpus: int) -> int | None:
+    return gpus or None
+
+
 def test_one_rank_per_gpu(runtime: Path, gpu_host: Host) -> None:
-    grant = selfplace.place_self(wishes(), pid=101, per_gpu=True, host=gpu_host)
+    grant = selfplace.place_self(wishes(), pid=101, ranks=one_per_gpu, host=gpu_host)
     assert [rank["cpus"] for rank in grant["ranks"]] == ["0-3,16-19", "4-7,20-23", "8-11,24-27", "12-15,28-31"]
     assert grant["gpus_here"] == 4
 

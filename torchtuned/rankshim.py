@@ -74,7 +74,8 @@ def interpreter(environ: dict[str, str]) -> str:
     """The interpreter to become: the user's own $PYTHON_EXEC, else the launcher's.
 
     The launcher's sys.executable is found as the launcher found it: from argv[0], by PATH when it has no slash; but
-    only if that is the file that the launcher runs. Else that file itself, which has lost its virtual environment.
+    only if that is the file that the launcher runs, or called python, as a script is that starts one with exec -a. Else
+    the file that it runs, which has lost its virtual environment.
     """
     if environ.get(OWN_PYTHON_EXEC):
         return environ[OWN_PYTHON_EXEC]
@@ -85,7 +86,9 @@ def interpreter(environ: dict[str, str]) -> str:
     folders = environ.get("PATH", os.defpath).split(os.pathsep) if "/" not in name else [""]
     for folder in folders:
         path = os.path.abspath(os.path.join(folder, name))
-        if os.path.realpath(path) == os.path.realpath(running) and os.access(path, os.X_OK):
+        known = os.path.realpath(path) == os.path.realpath(running)
+        named = "/" in name and os.path.basename(name).startswith("python") and os.path.isfile(path)
+        if (known or named) and os.access(path, os.X_OK):
             return path
     return running
 

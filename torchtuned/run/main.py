@@ -16,7 +16,7 @@ import sys
 
 from torchtuned import errors
 from torchtuned.environment import Decision, Facts, decide, leftovers
-from torchtuned.run import launchers
+from torchtuned.run import foresee, launchers
 from torchtuned.run import options as run_options
 from torchtuned.run.place import confine, find_place, say
 
@@ -85,12 +85,10 @@ def start(options: Options) -> int:
     environ = original_environ()
     command = options.command
     program = find_program(command[0], environ, waits=options.wait == 0)
-    launcher = launchers.recognise(command, environ)
+    launcher = launchers.recognise(command, environ, foresee.read)
     refused: list[str] = []
     lingers = False
     if options.linger:
-        from torchtuned.run import foresee
-
         refused = foresee.linger(os.getuid())
         lingers = not refused
     place = find_place(options, environ, launcher)
@@ -225,7 +223,7 @@ def with_rank_door(
 def explain(options: Options) -> int:
     """Say what the command would get, and run nothing."""
     environ = original_environ()
-    launcher = launchers.recognise(options.command, environ)
+    launcher = launchers.recognise(options.command, environ, foresee.read)
     place = find_place(options, environ, launcher)
     decisions = decisions_for(options, environ, place.grant, launcher)
     notes = leftovers(environ) + [decision.warning for decision in decisions.values() if decision.warning]

@@ -86,8 +86,10 @@ def wishes(options: Options, environ: dict[str, str], launcher: Launcher | None)
     ranks = options.ranks
     if ranks is None and launcher is not None:
         ranks = launcher.ranks
-        if ranks is None and launcher.count in ("gpu", "auto") and options.gpus is None and visible is not None:
-            ranks = len([entry for entry in visible.split(",") if entry.strip()]) or None
+        if ranks is None and options.gpus is not None:
+            ranks = launcher.with_gpus(options.gpus if isinstance(options.gpus, int) else len(options.gpus))
+        elif ranks is None and visible is not None:
+            ranks = launcher.with_gpus(len([entry for entry in visible.split(",") if entry.strip()]))
     return {
         "schema": 1,
         "command": words,
@@ -123,8 +125,8 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
     from torchtuned.run import selfplace
 
     inside = isinstance(problem, InsideJob)
-    per_gpu = counted is not None and counted.count in ("gpu", "auto")
-    grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain or inside, per_gpu=per_gpu)
+    ranks = None if counted is None else counted.with_gpus
+    grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain or inside, ranks=ranks)
     settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
         where = f"placed without torchtunedd on CPUs {grant['cpus']}"
@@ -147,10 +149,10 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
     `counted`: a launcher whose number of ranks is the machine's number of GPUs.
     """
     client = Client()
-    if counted is not None and counted.count in ("gpu", "auto"):
+    if counted is not None and counted.count in ("gpu", "gpus", "auto"):
         gpus = client.properties(ROOT, MANAGER).get("Gpus")
         gpus = min(gpus, 4096) if isinstance(gpus, int) else 0
-        request = {**request, "ranks": gpus or None}
+        request = {**request, "ranks": counted.with_gpus(gpus)}
         settle_count(counted, gpus)
     deadline = time.monotonic() + options.wait if options.wait else None
     once_more = True

@@ -21,7 +21,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -49,13 +49,18 @@ MAX_TABLE = 4 << 20  # bytes
 
 
 def place_self(
-    wishes: Mapping[str, Any], *, pid: int, dry: bool = False, per_gpu: bool = False, host: Host | None = None
+    wishes: Mapping[str, Any],
+    *,
+    pid: int,
+    dry: bool = False,
+    ranks: Callable[[int], int | None] | None = None,
+    host: Host | None = None,
 ) -> dict[str, Any]:
     """A grant document for the process `pid`, written to the table unless `dry`.
 
-    `wishes` is a request document; `per_gpu`: the command starts one rank for each GPU that there is. Raises what
-    place() raises; waits for a place when the request says so. Without /proc (a bare chroot) no job can be told from
-    another, so the job is neither kept to CPUs nor written down: "apart" says whether it was.
+    `wishes` is a request document; `ranks` tells from the number of GPUs how many ranks the command starts. Raises
+    what place() raises; waits for a place when the request says so. Without /proc (a bare chroot) no job can be told
+    from another, so the job is neither kept to CPUs nor written down: "apart" says whether it was.
     """
     host = host or Host()
     warnings: list[str] = []
@@ -65,8 +70,8 @@ def place_self(
     machine = _machine(host, said.watch, wishes, pid)
     request = replace(request_from_json(dict(wishes)), affinity=limits.affinity or None, cpu_max=limits.cpu_max)
     gpus_here = len(cuda.counted(machine.gpus))
-    if per_gpu and gpus_here:
-        request = replace(request, ranks=gpus_here)
+    if ranks is not None:
+        request = replace(request, ranks=ranks(gpus_here))
     if request.wait is not None and not request.shared:
         rules = replace(rules, when_full="wait")
     wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
