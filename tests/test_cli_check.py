@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import tarfile
 from pathlib import Path
 
 import pytest
-from fakes.sound import CG, SESSION, build
+from fakes.sound import CG, SESSION, A, B, build
 
 from torchtuned.checks import REGISTRY, reading
 from torchtuned.cli import main as cli
@@ -87,6 +88,44 @@ def test_a_wrong_code_and_a_wrong_path(capsys: pytest.CaptureFixture[str]) -> No
     assert "no check TT999" in capsys.readouterr().err
     assert cli.main(["check", "--data", "/nowhere/at/all"]) == 2
     assert "--data /nowhere/at/all" in capsys.readouterr().err
+
+
+def test_devices_that_are_to_count_as_gpus_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    device = "sys/bus/pci/devices/0000:aa:00.0"
+    changes = {
+        f"{device}/vendor": "0x1234\n",
+        f"{device}/class": "0x120000\n",
+        f"{device}/device": "0x0001\n",
+        f"{device}/numa_node": "-1\n",
+        "etc/torchtuned/torchtuned.conf": "[policy]\nprofile = none\n[gpu]\nwatch = 1234:1200\n",
+        "usr/share/torchtuned/profiles/none.conf": "[policy]\n",
+    }
+    root = build(tmp_path, changes).root
+    assert cli.main(["check", "--sysroot", str(root), "--json"]) == 1
+    [finding] = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["code"], finding["about"]) == ("TT016", "gpu/0000:aa:00.0")
+    report = tmp_path / "report.tar.gz"
+    assert cli.main(["bug-report", "--sysroot", str(root), "--output", str(report)]) == 0
+    with tarfile.open(report) as bundle:
+        [name] = [name for name in bundle.getnames() if name.endswith(".torchtuned/check.json")]
+        kept = bundle.extractfile(name)
+        assert kept is not None
+        assert [item["code"] for item in json.load(kept)["findings"]] == ["TT016"]
+    (root / "etc/torchtuned/torchtuned.conf").unlink()
+    capsys.readouterr()
+    assert cli.main(["check", "--sysroot", str(root), "--json"]) == 0
+
+
+def test_eight_gpus_with_one_fault_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes: dict[str, str | bytes | None] = {"sys/module/nvidia": None}
+    for address in (A, B):
+        changes[f"sys/bus/pci/devices/{address}/driver"] = None
+    root = build(tmp_path, changes).root
+    assert cli.main(["check", "--sysroot", str(root)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("TT001 error") == 1
+    assert out.count("  seen") == 2
+    assert "2 faults" in out
 
 
 def test_facts_of_a_data_set_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
