@@ -54,6 +54,20 @@ def test_folding_breaks_after_signs(text: str, folded: str) -> None:
     assert folded.replace("\n", "").replace(" ", "") == text.replace(" ", "")
 
 
+@pytest.mark.parametrize(
+    ("text", "folded"),
+    [
+        ("echo 'a b' | sudo tee /etc/some/file.conf", "echo 'a b' |\nsudo tee /etc/some/file.conf"),
+        ("when free: sudo reboot now and here", "when free:\nsudo reboot now and here"),
+        ("sudo apt install x && sudo dkms y z", "sudo apt install x &&\nsudo dkms y z"),
+        ("sudo " + "long " * 8, "sudo long long long long long\nlong long long"),
+        ("look at fans, dust and the neighbours", "look at fans, dust and the\nneighbours"),
+    ],
+)
+def test_commands_are_not_torn(text: str, folded: str) -> None:
+    assert render.fold_commands(text, 30).rstrip() == folded
+
+
 def test_a_plan_fits_80_columns_and_keeps_every_word(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,4 +174,4 @@ def _where(machine: Machine, item: str, directive: str, value: str) -> str:
         return f"sudo systemctl edit {unit}: [Service] {directive}={value}; then sudo systemctl restart {unit}"
     who = user_name(machine, uid(machine) or 0)
     limit_value = "unlimited" if value == "infinity" else value
-    return f"echo '{who} - {item} {limit_value}' | sudo tee {LIMITS_D}/torchtuned-{item}.conf, then log in again"
+    return f"echo '{who} - {item} {limit_value}' | sudo tee {LIMITS_D}/torchtuned-{item}.conf  # then log in again"

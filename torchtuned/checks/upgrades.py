@@ -64,7 +64,7 @@ def driver(machine: Machine) -> Iterator[Seen | Unseen]:
             evidence=f"{TIMER} is enabled, {packages[0].partition('.')[0]} is a package, and"
             " Unattended-Upgrade::Package-Blacklist has no nvidia",
             fix='echo \'Unattended-Upgrade::Package-Blacklist { "nvidia"; "libnvidia"; "libcuda"; };\''
-            " | sudo tee /etc/apt/apt.conf.d/99-nvidia, and between jobs: sudo apt upgrade",
+            " | sudo tee /etc/apt/apt.conf.d/99-nvidia; sudo apt upgrade  # the latter between jobs",
         )
 
 

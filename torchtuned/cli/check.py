@@ -34,6 +34,7 @@ Document = dict[str, str]
 LOOK_S = 30.0
 ORDER = [str(severity) for severity in Severity]
 STYLES = {"error": "bold red", "warning": "bold yellow", "notice": "bold cyan"}
+MARGIN = len("  costs  ")
 SET = (str(Outcome.APPLIED), str(Outcome.KEPT))
 CLASSES = {
     "AUTO": "torchtuned can do it by itself",
@@ -143,6 +144,7 @@ def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
         head = render.text(f"{document['code']} {document['severity']}", STYLES.get(document["severity"], "bold"))
         out.print(head.append(render.text(f"  {document['title']}{about}", "bold default")))
         fix = f"{document['fix']}  [{document['class']}: {CLASSES.get(document['class'], 'torchtuned')}]"
+        fix = render.fold_commands(fix, max(20, out.width - MARGIN))
         rows = [*(("seen", one["evidence"]) for one in alike), ("costs", document.get("cost", "")), ("mend", fix)]
         render.facts("", [(word, text) for word, text in rows if text])
     reasons: dict[str, list[str]] = {}
@@ -187,7 +189,8 @@ def _explain(args: argparse.Namespace, host: Host, one: Check) -> int:
     rows = [("looks at", one.explanation)]
     rows += [(word, facts[name]) for word, name in (("costs", "cost"), ("source", "source")) if name in facts]
     for document in found:
-        rows += [("here", document["evidence"]), ("mend", document["fix"])]
+        fix = render.fold_commands(document["fix"], max(20, render.width() - MARGIN - 3))
+        rows += [("here", document["evidence"]), ("mend", fix)]
     rows += [("here", f"could not be checked, because {document['because']}") for document in unchecked]
     if not found and not unchecked:
         rows.append(("here", "nothing is wrong"))

@@ -31,6 +31,7 @@ OUTCOME_STYLES = {
 
 Row = dict[str, str]  # one row of a plan, as --json has it
 NUMBERED = re.compile(r"(?<=[a-z])\d+(?=/)")  # cpu/policy12/governor
+COMMAND = re.compile(r"(sudo|echo|printf|export|ulimit|numactl|nvidia-smi|docker|torchtuned|prlimit|du|rsync) ")
 ADDRESSED = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/)")  # gpu/0000:01:00.0/persistence_mode
 
 
@@ -92,6 +93,20 @@ def fold(words: str, width: int) -> str:
             lines[-1] = lines[-1].rstrip()
             lines.append("")
         lines[-1] += word
+    return "\n".join(lines)
+
+
+def fold_commands(words: str, width: int) -> str:
+    """Break a text with commands in it so that a command stays on one line where it fits, else ends a line after | or
+    && where the shell goes on reading: what is copied off the screen still runs."""
+    lines = [""]
+    for part in re.split(r"(?<=[;|:,]) |(?<=&&) ", words):
+        pieces = [part] if COMMAND.match(part) and len(part) <= width else part.split(" ")
+        for piece in pieces:
+            if lines[-1] and len(lines[-1]) + 1 + len(piece) > width:
+                lines.append(piece)
+            else:
+                lines[-1] = f"{lines[-1]} {piece}".lstrip()
     return "\n".join(lines)
 
 
