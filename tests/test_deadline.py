@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchtuned.deadline import Deadline, Hung
+from torchtuned.deadline import LEAST_S, Deadline, Hung
 
 
 def test_what_a_call_returns_or_raises_comes_through() -> None:
@@ -47,3 +47,16 @@ def test_who_needs_more_time_gets_it() -> None:
     assert deadline.run("a", lambda: time.sleep(0.3) or 1, patience=5.0) == 1
     with pytest.raises(Hung, match=r"within 0\.05 s"):
         deadline.run("b", lambda: time.sleep(0.3), patience=0.01)
+
+
+def test_many_calls_that_hang_leave_time_for_one_that_does_not() -> None:
+    deadline, release = Deadline(1.0), threading.Event()
+    started = time.monotonic()
+    with deadline.within(0.8):
+        for number in range(6):
+            with pytest.raises(Hung):
+                deadline.run(f"hangs {number}", release.wait, patience=5.0)
+        assert deadline.run("well", lambda: 1) == 1
+    assert time.monotonic() - started < 0.8 + 6 * LEAST_S
+    assert deadline.run("slow", lambda: time.sleep(0.5) or 1) == 1
+    release.set()

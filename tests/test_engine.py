@@ -83,7 +83,7 @@ def test_only_a_wish_can_be_denied(desk: Desk, wish: str, outcome: Outcome) -> N
 
 def test_verify_tells_ours_from_not_in_force(desk: Desk) -> None:
     before = desk.verify(TEXT)
-    assert (before[SWAP].outcome, before[SWAP].reason) == (Outcome.DRIFTED, "not in force: apply sets it")
+    assert (before[SWAP].outcome, before[SWAP].reason) == (Outcome.FAILED, "not in force: apply sets it")
     desk.apply(TEXT)
     desk.restart()
     assert {row.outcome for row in desk.verify(TEXT).values()} == {Outcome.APPLIED}

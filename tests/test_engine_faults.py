@@ -385,6 +385,34 @@ def test_an_undo_tries_one_of_a_kind_that_hangs_and_gives_the_rest_back(tmp_path
     assert desk.kernel.files == files
 
 
+def test_an_undo_of_many_that_hang_ends_in_time_and_gives_the_others_back(tmp_path: Path) -> None:
+    """Each kind of knob hangs, and the one that does not was changed first, so it is the last to be given back."""
+    files = {
+        SWAPPINESS: "60",
+        **policy(0, "intel_pstate", "powersave", epp="power"),
+        **{f"/sys/block/sda/queue/{name}": text for name, text in (("read_ahead_kb", "128"), ("rotational", "1"))},
+        "/sys/block/sda/queue/scheduler": "[none] mq-deadline",
+        "/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+    }
+    desk = Desk(Kernel(files), tmp_path, deadline_s=5.0)
+    text = (
+        "[cpu]\ngovernor = performance\n[sysctl]\nvm.swappiness = 10\n[memory]\ntransparent_hugepage = never\n"
+        "[block:a]\ndevice = sda\nread_ahead_kb = 4096\nscheduler = mq-deadline\n"
+    )
+    assert {row.outcome for row in desk.apply(text).values()} == {Outcome.APPLIED}
+    hang = Hang(desk, *(path for path in files if path != SWAPPINESS))
+    started = time.monotonic()
+    rows = by_knob(desk.engine.undo(seconds=1.0))
+    assert time.monotonic() - started < 1.5
+    assert hang.count == 4
+    assert desk.kernel.files[SWAPPINESS] == "60"
+    left = {row.knob for row in rows.values() if row.outcome is Outcome.FAILED and "undo again later" in row.reason}
+    assert left == {*rows} - {SWAP} == {*desk.ledger()}
+    hang.over.set()
+    _until(lambda: not desk.ledger() or desk.undo() == {})
+    assert desk.kernel.files == files
+
+
 def test_what_hung_before_keeps_no_other_from_being_given_back(desk: Desk) -> None:
     text = "[cpu]\ngovernor = performance\n"
     desk.apply(text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fakes.kernel import CPUFREQ, EPP, Kernel, policy
-from fakes.policy import Desk
+from fakes.policy import Desk, by_knob
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +82,12 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("apply"), st.sampled_from(TEXTS), st.booleans(), FAULTS),
     st.tuples(st.just("apply"), st.sampled_from(TEXTS), st.booleans(), FAULTS),
     st.tuples(st.just("newcomer"), st.sampled_from(TEXTS), st.sampled_from(KNOBS), FAULTS),
-    st.tuples(st.just("undo"), st.sampled_from([(), *((knob,) for knob in KNOBS)]), FAULTS),
+    st.tuples(
+        st.just("undo"),
+        st.sampled_from([(), *((knob,) for knob in KNOBS)]),
+        st.sampled_from([(), (), ("tuned",), ("auto-cpufreq",)]),
+        FAULTS,
+    ),
     st.tuples(st.just("release"), FAULTS),
     st.tuples(st.just("verify"), st.sampled_from(TEXTS)),
     st.tuples(st.just("tuner"), st.sampled_from(TEXTS), st.sampled_from(["tuned", "auto-cpufreq"]), FAULTS),
@@ -111,16 +116,12 @@ class History:
                 self.do(lambda: self.desk.apply(text, jobs=jobs), fault)
             case ("newcomer", text, knob, fault):
                 self.do(lambda: self.desk.apply(text, only=[knob]), fault)
-            case ("undo", knobs, fault):
-                self.do(lambda: self.desk.undo(*knobs), fault)
+            case ("undo", knobs, tuners, fault):
+                self.do(lambda: by_knob(self.desk.engine.undo(knobs, tuners=tuners)), fault)
             case ("release", fault):
                 self.do(lambda: {row.knob: row for row in self.desk.engine.release_jobs()}, fault)
             case ("tuner", text, tuner, fault):
-                self.desk.engine.ledger.peek()
-                ours = {*self.desk.engine.ledger.entries}
                 self.do(lambda: self.desk.apply(text, tuners=[tuner]), fault)
-                for knob in ours - {*self.desk.engine.ledger.entries}:
-                    self.exempt(knob)  # handed over as it was
             case ("battery", on):
                 for kernel in (self.desk.kernel, self.shadow):
                     kernel.files[f"{SUPPLY}/status"] = "Discharging" if on else "Full"

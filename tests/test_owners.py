@@ -62,15 +62,66 @@ def test_tuned_is_named_and_left_alone_and_the_rest_still_works(tmp_path: Path) 
     assert [path for path, _ in made.kernel.writes] == ["/sys/bus/pci/devices/0000:01:00.0/power/control"]
 
 
-def test_a_tuner_that_comes_later_is_handed_the_knob_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = Desk(Kernel({"/proc/sys/vm/swappiness": "60"}), tmp_path)
-    text = "[sysctl]\nvm.swappiness = 10\n"
-    made.apply(text)
+SWAP, SWAP_FILE = "sysctl/vm.swappiness", "/proc/sys/vm/swappiness"
+TEN = "[sysctl]\nvm.swappiness = 10\n"
+
+
+@pytest.fixture
+def taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Desk:
+    """A machine on which TuneD has come after us, found our value, and has it in its hands."""
+    made = Desk(Kernel({SWAP_FILE: "60"}), tmp_path)
+    made.apply(TEN)
     caplog.set_level("INFO")
-    assert made.apply(text, tuners=["tuned"])["sysctl/vm.swappiness"].outcome is Outcome.FOREIGN
-    assert made.kernel.files["/proc/sys/vm/swappiness"] == "10"  # it may be TuneD's own by now
-    assert made.ledger() == []
-    assert "left to TuneD; it was 60 before torchtuned" in caplog.text
+    for _ in range(2):
+        row = made.apply(TEN, tuners=["tuned"])[SWAP]
+        assert (row.outcome, row.reason) == (
+            Outcome.FOREIGN, "left to TuneD while it runs; it was 60 before torchtuned",
+        )  # fmt: skip
+    assert caplog.text.count("left to TuneD while it runs; it was 60 before torchtuned") == 1
+    made.kernel.writes.clear()
+    return made
+
+
+@pytest.mark.parametrize("text", [TEN, ""])
+def test_after_another_tuner_gave_back_what_it_found_the_original_is_still_known(taken: Desk, text: str) -> None:
+    taken.kernel.files[SWAP_FILE] = "30"
+    taken.apply(text, tuners=["tuned"])
+    taken.restart()
+    assert taken.plan(text, tuners=["tuned"])[SWAP].outcome is Outcome.FOREIGN
+    taken.kernel.files[SWAP_FILE] = "10"
+    row = taken.apply(text)[SWAP]
+    if text:
+        assert (row.outcome, row.reason) == (Outcome.APPLIED, "set by torchtuned, was 60")
+        taken.undo()
+    assert taken.kernel.files[SWAP_FILE] == "60"
+    assert taken.ledger() == []
+
+
+def test_what_another_tuner_left_behind_is_the_original_from_then_on(taken: Desk) -> None:
+    taken.kernel.files[SWAP_FILE] = "30"
+    assert taken.apply(TEN)[SWAP].reason == "set by torchtuned, was 30"
+    taken.undo()
+    assert (taken.kernel.files[SWAP_FILE], taken.ledger()) == ("30", [])
+
+
+def test_another_tuner_that_gave_back_what_was_there_before_us_is_no_reason_to_call_it_drifted(taken: Desk) -> None:
+    taken.kernel.files[SWAP_FILE] = "60"
+    assert taken.apply(TEN)[SWAP].outcome is Outcome.APPLIED
+    taken.undo()
+    assert taken.kernel.files[SWAP_FILE] == "60"
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_undo_leaves_what_another_tuner_has_and_the_next_one_gives_it_back(taken: Desk, *, seen: bool) -> None:
+    if not seen:  # it came a moment ago
+        taken.kernel.files[SWAP_FILE] = "10"
+        taken.apply(TEN)
+        taken.kernel.writes.clear()
+    [row] = taken.engine.undo(tuners=["tuned.service"])
+    assert (row.outcome, row.current, row.source) == (Outcome.FOREIGN, "10", "tuned.service")
+    assert taken.kernel.writes == []
+    [row] = taken.engine.undo()
+    assert (row.outcome, taken.kernel.files[SWAP_FILE], taken.ledger()) == (Outcome.APPLIED, "60", [])
 
 
 def test_what_is_kept_is_not_called_foreign_for_the_administrators_sake(tmp_path: Path) -> None:

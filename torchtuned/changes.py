@@ -39,6 +39,9 @@ class Changes:
     def make(self, cases: Sequence[Case], survey: Survey) -> list[Row]:
         """Write the targets of all cases: one write of the ledger before them, one after."""
         before = dict(self.ledger.entries)
+        for case in cases:
+            if case.knob.id in before and before[case.knob.id].stale(case.current):
+                del before[case.knob.id]  # what is there now is the original
         entries, rows = dict(before), []
         ready: list[Case] = []
         for case in cases:
@@ -85,17 +88,31 @@ class Changes:
                 left[entry.knob] = kept
                 continue
             del left[entry.knob]
-            if row.outcome is Outcome.APPLIED:
-                self._pass_on(entry, left, place)
+            if row.outcome in (Outcome.APPLIED, Outcome.KEPT, Outcome.DRIFTED):
+                self._pass_on(entry, row.outcome, left, place)
         self.settle(left)
         return rows
 
     def hand_over(self, knobs: Mapping[str, str]) -> None:
-        """Forget knobs that somebody else has now, {knob: why}, saying what they were."""
+        """Leave knobs to another tuner, {knob: why}, for as long as it runs."""
+        entries = dict(self.ledger.entries)
+        for knob, why in knobs.items():
+            entry = entries.get(knob)
+            if entry is None or entry.state is State.LEFT:
+                continue
+            tell(knob, entry.written, entry.written, why)
+            if entry.state is State.DRIFTED:
+                del entries[knob]  # it was somebody else's before
+            else:
+                entries[knob] = replace(entry, state=State.LEFT)
+        self.settle(entries)
+
+    def forget(self, knobs: Mapping[str, str]) -> None:
+        """Forget knobs that went away with their values, {knob: why}."""
         for knob, why in knobs.items():
             entry = self.ledger.entries.get(knob)
             if entry:
-                tell(knob, entry.written, entry.written, f"{why}; it was {entry.original} before torchtuned")
+                tell(knob, entry.written, "", f"{why}; it was {entry.original} before torchtuned")
         self.settle({knob: entry for knob, entry in self.ledger.entries.items() if knob not in knobs})
 
     def _entry(self, case: Case, target: str, earlier: Entry | None) -> Entry:
@@ -266,14 +283,22 @@ class Changes:
                     return row_of(entry, now, Outcome.APPLIED, f"goes back to {entry.original} with {later.knob}")
         return None
 
-    def _pass_on(self, entry: Entry, left: dict[str, Entry], place: Mapping[str, tuple[int, str]]) -> None:
-        """A knob changed later, whose original was a side effect of this one, gets the true original."""
-        originals = {companion.path: companion.original for companion in entry.companions}
-        if originals:
-            for later in list(left.values()):
-                number, path = place[later.knob]
-                if path in originals and number > place[entry.knob][0]:
-                    left[later.knob] = replace(later, original=originals[path])
+    def _pass_on(
+        self, entry: Entry, outcome: Outcome, left: dict[str, Entry], place: Mapping[str, tuple[int, str]]
+    ) -> None:
+        """A knob changed later, whose original was a side effect of this one, gets the true original.
+
+        When this one is somebody else's now, only those of its side effects count that go back all the same.
+        """
+        mine = [companion for companion in entry.companions if companion.apart or outcome is not Outcome.DRIFTED]
+        companions = {companion.path: companion for companion in mine}
+        for later in list(left.values()):
+            number, path = place[later.knob]
+            companion = companions.get(path)
+            if companion is None or number < place[entry.knob][0]:
+                continue
+            if outcome is Outcome.APPLIED or later.original == companion.after:
+                left[later.knob] = replace(later, original=companion.original)
 
     def _path(self, entry: Entry) -> str:
         family = self.families.get(entry.knob.partition("/")[0])

@@ -1,4 +1,4 @@
-"""Runs one call at a time beside the caller, and gives up waiting after a while.
+"""Runs one call at a time beside the caller, and gives up waiting after a while; many calls together, too.
 
 A write to /sys can hang in the kernel for ever (a driver that waits for its hardware). The thread that hangs cannot be
 ended, so it is left behind with its call, and the next call gets a new one.
@@ -6,14 +6,18 @@ ended, so it is left behind with its call, and the next call gets a new one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimedOut
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from torchtuned.errors import Failed
+
+LEAST_S = 0.05  # enough for a call that does not hang
 
 T = TypeVar("T")
 _Inbox = SimpleQueue[tuple[Callable[[], Any], "Future[Any]"] | None]
@@ -34,12 +38,27 @@ class Deadline:
         self.seconds = seconds
         self._inbox: _Inbox | None = None
         self._hanging: dict[str, Future[Any]] = {}
+        self._until: float | None = None
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All calls made inside of this take about so many seconds together at most.
+
+        Each may take half of what is left, so however many hang, those that do not are still tried.
+        """
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = None
 
     def run(self, key: str, call: Callable[[], T], patience: float = 0.0) -> T:
         """Return what the call returns, or raise what it raises. Hung when it takes longer, or for longer than
         `patience` seconds where these are more; StillHung for a key whose last call is still out.
         """
         seconds = max(self.seconds, patience)
+        if self._until is not None:
+            seconds = min(seconds, max(LEAST_S, (self._until - time.monotonic()) / 2))
         earlier = self._hanging.get(key)
         if earlier:
             if not earlier.done():
@@ -58,7 +77,7 @@ class Deadline:
             self._hanging[key] = future
             self._inbox.put(None)  # should the call ever come back, its thread ends
             self._inbox = None
-            raise Hung(f"no answer from the kernel within {seconds:g} s", where=key) from None
+            raise Hung(f"no answer from the kernel within {seconds:.2g} s", where=key) from None
 
 
 def _work(inbox: _Inbox) -> None:

@@ -19,7 +19,7 @@ from torchtuned.deadline import Deadline, Hung
 from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
-from torchtuned.policy import DEGRADING, Outcome, Row, State
+from torchtuned.policy import DEGRADING, Outcome, Row, State, left_to
 from torchtuned.survey import UNKNOWN, Case, Hanging, Survey, Wanted, matches
 from torchtuned.tunables import Family, Held
 from torchtuned.tunables.block import BlockFamily
@@ -27,11 +27,12 @@ from torchtuned.tunables.cpu import CpuFamily
 from torchtuned.tunables.gpu import GpuFamily
 from torchtuned.tunables.latency import LatencyFamily
 from torchtuned.tunables.memory import Memory
+from torchtuned.tunables.owners import Owners
 from torchtuned.tunables.sysctl import GLOB, SysctlFamily
 
 NOT_WANTED = "given back: no longer in the policy"
 NOT_IN_FORCE = "not in force: apply sets it"
-
+UNDO_S = 100.0  # a person waits for it, and the command gives up after 120
 
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -90,11 +91,17 @@ class Engine:
                 else:
                     rows.append(case.row(Outcome.KEPT if case.verdict.ours else None))
             ids = {knob.id for knob, _ in wanted}
-            dropped = [entry for knob, entry in self.ledger.entries.items() if knob not in ids]
-            return [*rows, *absent, *(row_of(e, e.written, Outcome.APPLIED, f"would be {NOT_WANTED}") for e in dropped)]
+            for entry in (entry for knob, entry in self.ledger.entries.items() if knob not in ids):
+                owner = survey.owners.owner(entry.knob)
+                if owner and owner.active:
+                    rows.append(row_of(entry, entry.written, Outcome.FOREIGN, left_to(owner, entry)))
+                else:
+                    rows.append(row_of(entry, entry.written, Outcome.APPLIED, f"would be {NOT_WANTED}"))
+            return [*rows, *absent]
 
     def verify(self, config: Config, *, jobs_active: bool, tuners: Iterable[str] = ()) -> list[Row]:
-        """What is in force. `applied` means the value is ours; a wish that is not in force is `drifted` or worse.
+        """What is in force. `applied` means the value is ours, `drifted` that somebody changed it since, and `failed`
+        that nobody else decided about it and still it is not as wanted.
 
         Failed when the ledger cannot be read.
         """
@@ -107,7 +114,7 @@ class Engine:
                 case = survey.judge(knob, wish)
                 self._tell_drift(case)
                 if case.verdict.targets:
-                    row = self._failures.get(knob.id) or case.row(Outcome.DRIFTED, NOT_IN_FORCE)
+                    row = self._failures.get(knob.id) or case.row(Outcome.FAILED, NOT_IN_FORCE)
                     rows.append(row)
                 else:
                     rows.append(case.row())
@@ -158,17 +165,24 @@ class Engine:
                     self._failures[row.knob] = row
             return [*rows.values(), *absent]
 
-    def undo(self, knobs: Sequence[str] = ()) -> list[Row]:
+    def undo(self, knobs: Sequence[str] = (), *, tuners: Iterable[str] = (), seconds: float = UNDO_S) -> list[Row]:
         """Give back what torchtuned has set: the knobs named (ids, patterns, folders), or all.
 
+        What another tuner has now stays, and in the ledger, too: once that has ended and given back what it found, the
+        next undo can. All takes about `seconds` at the most: what hangs for too long is left to the next undo, and its
+        row says so.
         Failed when the ledger cannot be had; NoSuchKnob for a name that means no knob, before anything is done.
         """
-        with self._lock, self.ledger.locked():
+        with self._lock, self.ledger.locked(), self._deadline.within(seconds):
             chosen = [knob for knob in self.ledger.entries if matches(knob, knobs or None)]
             held = [knob for knob in self._held if matches(knob, knobs or None)]
             untouched = [name for name in knobs if not any(matches(knob, [name]) for knob in (*chosen, *held))]
             rows = [row for name in untouched for row in self._not_ours(name)]
-            rows += [*self._changes.give_back(chosen, Hanging()), *self._let_go(held)]
+            rows += self._let_go(held)
+            left = self._left(chosen, Owners(self.host, tuners)) if chosen else []
+            self._changes.hand_over({row.knob: row.reason for row in left})
+            theirs = {row.knob for row in left}
+            rows += [*left, *self._changes.give_back([knob for knob in chosen if knob not in theirs], Hanging())]
             for row in rows:
                 self._failures.pop(row.knob, None)
                 self._told.discard(row.knob)
@@ -206,17 +220,35 @@ class Engine:
     def _release(self, survey: Survey, wanted: Wanted, only: Sequence[str] | None) -> dict[str, Row]:
         """Give back what is wanted no longer, and forget what another tuner has now, or went away."""
         verdicts = {knob.id: survey.judge(knob, wish).verdict for knob, wish in wanted}
+        self._changes.forget({knob: verdict.reason for knob, verdict in verdicts.items() if verdict.gone})
         idle = {knob for knob in (*self.ledger.entries, *self._held) if matches(knob, only)} - verdicts.keys()
-        gone = {knob: verdict.reason for knob, verdict in verdicts.items() if verdict.hand_over}
-        for knob in idle:
-            owner = survey.owners.owner(knob)
-            if owner and owner.active:
-                gone[knob] = f"left to {owner.name}"
-        self._changes.hand_over(gone)
+        left = {row.knob: row.reason for row in self._left(idle, survey.owners)}
+        left |= {knob: verdict.reason for knob, verdict in verdicts.items() if verdict.hand_over}
+        self._changes.hand_over(left)
+        idle -= left.keys()
         idle |= {knob for knob, verdict in verdicts.items() if verdict.release}
         rows = self._changes.give_back(idle, survey.hanging)
         rows += self._let_go([knob for knob in self._held if knob in idle])
         return {row.knob: row for row in rows}
+
+    def _left(self, knobs: Iterable[str], owners: Owners) -> list[Row]:
+        """The rows of those changed knobs that another tuner has now."""
+        rows = []
+        for entry in (self.ledger.entries[knob] for knob in knobs if knob in self.ledger.entries):
+            owner = owners.owner(entry.knob)
+            if owner and owner.active:
+                row = row_of(entry, self._look(entry.knob), Outcome.FOREIGN, left_to(owner, entry))
+                rows.append(replace(row, source=owner.source))
+        return rows
+
+    def _look(self, id: str) -> str:
+        """The value of a knob that may have gone."""
+        family = self.families.get(id.partition("/")[0])
+        knob = family.find(self.host, id) if family else None
+        with contextlib.suppress(HostError, Hung):
+            if knob:
+                return self._deadline.run(id, partial(knob.read, self.host), knob.patience)
+        return UNKNOWN
 
     def _note(self, cases: Sequence[Case]) -> None:
         """Record who turned out to have the last word on a knob, and say so the first time."""

@@ -23,6 +23,7 @@ from torchtuned.policy import DEGRADING, Row
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 5  # knobs that a reason for being degraded names
+STOP_S = 20.0  # for giving back all at the end; PID 1 kills a daemon that takes 30 s
 
 
 class HostPolicy:
@@ -124,7 +125,7 @@ class HostPolicy:
     async def undo(self, knobs: Sequence[str]) -> list[Row]:
         """Give back these knobs, or with none all; then nothing is applied again until somebody says so."""
         async with self._lock:
-            rows: list[Row] = await self._off_loop(self._engine.undo, tuple(knobs))
+            rows: list[Row] = await self._off_loop(self._engine.undo, tuple(knobs), tuners=await self._tuners())
             if not knobs:
                 self._given_back = True
             self.changed()
@@ -170,7 +171,11 @@ class HostPolicy:
             await self._following
         async with self._lock:
             if give_back:
-                await self._off_loop(self._engine.undo, ())
+                tuners = await self._tuners()
+                rows: list[Row] = await self._off_loop(self._engine.undo, tuners=tuners, seconds=STOP_S)
+                left = [f"{row.knob} ({row.reason})" for row in rows if row.outcome in DEGRADING]
+                if left:
+                    log.error("not given back, torchtuned undo tries it again: %s", "; ".join(left))
         self._thread.shutdown(wait=False)
 
     async def _apply(self, *, only: Sequence[str] | None = None, reassert: bool = False) -> list[Row]:

@@ -54,6 +54,11 @@ class Desktop:
         if self._work is None or self._work.done():
             self._work = asyncio.ensure_future(self._reach())
 
+    def profiles_moved(self) -> None:
+        """power-profiles-daemon was started or stopped, and knows of no hold: ask it anew while a job runs."""
+        self._profile = None
+        self.jobs(active=self._wanted, wishes=self._wishes)
+
     async def close(self) -> None:
         if self._work is not None:
             self._work.cancel()

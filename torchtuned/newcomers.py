@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 BIND_S, ASK_S = 10.0, 1.0  # how long a driver is waited for, and how often it is asked
 ALL = ("cpu", "gpu", "sysctl")  # folders of knobs that a sleep may have reset
+FAMILIES = ("cpu", "latency", "sysctl", "memory", "block", "gpu")
 NOBODY_TO_ASK = ("off", "no-pynvml", "no-library")  # states of NVML that no waiting mends
 
 
@@ -54,8 +55,14 @@ class Newcomers:
 
     async def woke(self) -> None:
         """The machine comes back from sleep; the kernel or the firmware may have reset anything."""
-        self._on_battery = await asyncio.to_thread(on_battery, self._host)
+        log.info("the machine is back from sleep: what it has lost of the policy is set again")
+        await self._power()
         await self._renew(ALL)
+
+    async def tuner_moved(self, unit: str) -> None:
+        """Another tuner was started or stopped: what it sets is left to it, or the policy's again."""
+        log.info("%s was started or stopped", unit)
+        await self._policy.apply(only=FAMILIES)
 
     async def _power(self) -> None:
         before, self._on_battery = self._on_battery, await asyncio.to_thread(on_battery, self._host)

@@ -156,12 +156,16 @@ def _is_number(text: str) -> bool:
 
 
 class State(StrEnum):
-    """How far the change of a knob has come. Each is in the ledger on disk before the step that it names."""
+    """How far the change of a knob has come. Each is in the ledger on disk before the step that it names.
+
+    LEFT: another tuner that runs has the knob now. When it ends it gives back what it found, which was ours.
+    """
 
     PENDING = "pending"
     WRITTEN = "written"
     UNDOING = "undoing"
     DRIFTED = "drifted"
+    LEFT = "left"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +208,10 @@ class Entry:
         """Whether a value can only be one that we wrote."""
         return current != self.original and current in (self.written, self.previous)
 
+    def stale(self, current: str) -> bool:
+        """Whether another tuner had the knob and ended without giving it back: what it left is the machine's now."""
+        return self.state is State.LEFT and current not in (self.original, self.written, self.previous)
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -229,7 +237,7 @@ class Verdict:
     """What is to be done about one knob.
 
     `targets`: values to write, the first one that the kernel takes; none means leave it. `ours`: the value in force is
-    ours. `release`: give back what we wrote. `hand_over`: forget it, somebody else has it now.
+    ours. `release`: give back what we wrote. `hand_over`: another tuner has it now. `gone`: nobody has it any more.
     """
 
     outcome: Outcome
@@ -239,6 +247,7 @@ class Verdict:
     ours: bool = False
     release: bool = False
     hand_over: bool = False
+    gone: bool = False
 
 
 def judge(
@@ -255,6 +264,9 @@ def judge(
 
     Floors and ceilings are held against the original, so what we wrote earlier never counts as the machine's own.
     """
+    owner = situation.owner
+    if entry and entry.stale(current) and not (owner and owner.active):
+        entry = None
     base = entry.original if entry else current
     decision = decide(wish.value, base, choices, capacity=capacity)
     wanted = Verdict(
@@ -264,9 +276,9 @@ def judge(
         targets=decision.targets,
         release=entry is not None,
     )
-    owner = situation.owner
     if owner and owner.active:
-        return Verdict(outcome=Outcome.FOREIGN, reason=f"left to {owner.name}", source=owner.source, hand_over=True)
+        reason = left_to(owner, entry)
+        return Verdict(outcome=Outcome.FOREIGN, reason=reason, source=owner.source, hand_over=True)
     if wish.value.kind is Kind.KEEP:
         return wanted
     if owner:
@@ -286,6 +298,12 @@ def judge(
     return replace(wanted, outcome=Outcome.APPLIED)
 
 
+def left_to(owner: Owner, entry: Entry | None) -> str:
+    """Why a knob is left to another tuner that runs, and what it was if we had changed it."""
+    text = f"left to {owner.name}"
+    return f"{text} while it runs; it was {entry.original} before torchtuned" if entry else text
+
+
 def _judge_changed(wanted: Verdict, current: str, entry: Entry, *, reassert: bool) -> Verdict:
     wanted = replace(wanted, release=False)
     if entry.ours(current):
@@ -293,7 +311,7 @@ def _judge_changed(wanted: Verdict, current: str, entry: Entry, *, reassert: boo
             reason = f"set by torchtuned, was {entry.original}"
             return replace(wanted, outcome=Outcome.APPLIED, reason=reason, targets=(), ours=True)
         return replace(wanted, outcome=Outcome.APPLIED)
-    unfinished = entry.state in (State.PENDING, State.UNDOING) and current == entry.original
+    unfinished = entry.state in (State.PENDING, State.UNDOING, State.LEFT) and current == entry.original
     if unfinished or (reassert and entry.state is not State.DRIFTED):
         return replace(wanted, outcome=Outcome.APPLIED)
     if current == entry.original:

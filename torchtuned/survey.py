@@ -135,7 +135,7 @@ class Survey:
             if wish.value.kind is Kind.KEEP and error.errno in FORBIDDEN:  # nothing would be done, so nothing is denied
                 return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.KEPT, reason=f"keep; {error.what}"))
             gone = isinstance(error, Missing)
-            return Case(knob, wish, UNKNOWN, Verdict(outcome=_outcome(error), reason=error.what, hand_over=gone))
+            return Case(knob, wish, UNKNOWN, Verdict(outcome=_outcome(error), reason=error.what, gone=gone))
         situation = Situation(
             owner=self.owners.owner(knob.id, knob.path),
             on_battery=self.on_battery,

@@ -39,6 +39,7 @@ class Systemd:
         self._removed: Callable[[str], None] = lambda scope: None
         self._starting: dict[str, asyncio.Future[str]] = {}
         self._watching = 0
+        self._followed: dict[str, Callable[[str], None]] = {}
 
     async def start(self, removed: Callable[[str], None]) -> None:
         """Find PID 1. While scopes are watched, `removed` is called with the name of each that may have ended."""
@@ -143,6 +144,8 @@ class Systemd:
         future = self._starting.get(unit)
         if future is not None and not future.done():
             future.set_result(result)
+        if unit in self._followed:
+            self._followed[unit](unit)
 
     def _unit_removed(self, values: list[Any]) -> None:
         name = values[0]
@@ -155,6 +158,12 @@ class Systemd:
         """Those of `units` that are active or being started."""
         [found] = await self._call("ListUnitsByNames", "as", [list(units)])
         return frozenset(unit[0] for unit in found if unit[3] in ("active", "activating", "reloading"))
+
+    def follow_units(self, units: Sequence[str], moved: Callable[[str], None]) -> None:
+        """Have `moved` called with the name of each of `units` that PID 1 has started or stopped."""
+        for unit in units:
+            self._followed[unit] = moved
+            self._bus.match(_rule("JobRemoved", f",arg2='{unit}'"))
 
     async def own_job(self) -> str:
         """What PID 1 is doing with our own unit: "stop", "restart", … or "" when nothing, as when we are in no unit.

@@ -82,6 +82,34 @@ def test_values_stay_when_pid1_does_not_say_why(bus: PrivateBus, services: Fake,
     assert governors(tree) == ["performance", "performance"]
 
 
+def test_a_tuner_that_comes_gets_its_knobs_and_when_it_goes_the_policy_is_back(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    pid1 = services("systemd1")
+    one = daemon("--sysroot", tree)
+    one.wait_for("STATUS=ready")
+
+    def move(active: list[str], outcome: str) -> list[str]:
+        pid1.set("active", active)
+        pid1.set("moved", "tuned.service")
+        until(lambda: rows(bus, "Verify")["cpu/policy0/governor"][3] == outcome)
+        return rows(bus, "Plan")["cpu/policy0/governor"]
+
+    row = move(["tuned.service"], "foreign")
+    assert row[4:] == ["left to TuneD while it runs; it was powersave before torchtuned", "tuned.service"]
+    (tree / GOVERNOR.format(0)).write_text("schedutil\n")
+    bus.call(ROOT, MANAGER, "Apply")
+    assert governors(tree) == ["schedutil", "performance"]
+    (tree / GOVERNOR.format(0)).write_text("performance\n")  # TuneD gives back what it found
+    assert move([], "applied")[4] == "set by torchtuned, was powersave"
+    (tree / GOVERNOR.format(0)).write_text("ondemand\n")
+    move(["tuned.service"], "foreign")
+    move([], "applied")  # it ended without giving anything back
+    pid1.set("job", "stop")
+    one.stop()
+    assert governors(tree) == ["ondemand", "schedutil"]
+
+
 def test_originals_survive_sigkill(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     first = daemon("--sysroot", tree)
     first.wait_for("STATUS=ready")

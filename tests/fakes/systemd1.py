@@ -100,6 +100,8 @@ class Pid1:
             if key == "reload":  # what daemon-reload does: every unit is removed, and is there again
                 for name in self.scopes:
                     self.signal("UnitRemoved", "so", [name, self.unit_path(name)])
+            if key == "moved":  # a unit was started or stopped
+                self.signal("JobRemoved", "uoss", [1, f"{PATH}/job/1", self.knobs[key], "done"])
             return "", []
         if message.member == "Remove":
             self.remove(message.body[0])

@@ -189,7 +189,8 @@ def undo(args: argparse.Namespace) -> int:
             ) from None
         note(f"{error}; giving back what its ledger tells")
     host = Host()
-    return _changed([row_document(row) for row in Engine(host, local_ledger(host)).undo(args.knobs)])
+    rows = Engine(host, local_ledger(host)).undo(args.knobs, tuners=tuners_of(host))
+    return _changed([row_document(row) for row in rows])
 
 
 def _changed(knobs: Sequence[render.Row]) -> int:
