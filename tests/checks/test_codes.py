@@ -38,6 +38,7 @@ NO_DRIVER: Files = {"sys/module/nvidia": None, f"{PCI}/{A}/driver": None}
 DOCKER: Files = {f"{CG}/system.slice/docker.service/cgroup.procs": "900\n"}
 ACTIVE = f"{CG}/system.slice"
 CUINIT, HMM = ".torchtuned/cuinit", "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
+TMUX: Files = {**process("4100", place=SESSION), "dev/shm/torch_4100_77_0": "x"}
 HOLDS: Files = {"proc/4000/fd/9": "-> /dev/nvidia0"}
 
 
@@ -70,6 +71,15 @@ def limits(**values: str) -> str:
         ]
         text = "\n".join(lines) + "\n"
     return text
+
+
+def idle(name: str, **numbers: int) -> dict[str, str]:
+    """An idle state of each of the job's CPUs."""
+    return {
+        f"{CPU}/cpu{cpu}/cpuidle/state3/{what}": f"{text}\n"
+        for cpu in range(8)
+        for what, text in {"name": name, **numbers}.items()
+    }
 
 
 def mounted(line: str) -> str:
@@ -366,11 +376,20 @@ CASES = (
     ),
     Case(
         "TT044",
-        {f"{CPU}/cpu0/cpuidle/state3/name": "C6\n", f"{CPU}/cpu0/cpuidle/state3/latency": "170\n"},
-        {f"{CPU}/cpu0/cpuidle/state3/name": "C1E\n", f"{CPU}/cpu0/cpuidle/state3/latency": "10\n"},
-        "C6 170 us allowed",
+        idle("C6", latency=170, usage=4000, above=1200),
+        idle("C1E", latency=10, usage=4000, above=1200),
+        "cpu0-7/cpuidle: C6 (170 us) entered 32000 times since boot, 9600 of them for too short",
         jobs=(JOB,),
         job="7",
+    ),
+    Case(
+        "TT044",
+        idle("C6", latency=170, usage=4000, above=1200),
+        idle("C6", latency=170, usage=400_000, above=1200),
+        "9600 of them for too short",
+        jobs=(JOB,),
+        job="7",
+        name="rightly chosen",
     ),
     Case(
         "TT045",
@@ -415,7 +434,12 @@ CASES = (
         },
         "the host slept 2 times",
     ),
-    Case("TT048", {"var/lib/systemd/linger/ann": None}, {}, "/var/lib/systemd/linger/ann is not there"),
+    Case(
+        "TT048",
+        {"var/lib/systemd/linger/ann": None, **TMUX},
+        {"var/lib/systemd/linger/ann": None, **TMUX, "dev/shm/torch_4100_77_0": None},
+        f"/var/lib/systemd/linger/ann is not there; process 4100 (python) is in {SESSION.rpartition('/')[2]}",
+    ),
     Case(
         "TT048",
         {"var/lib/systemd/linger/ann": None, "proc/self/cgroup": "0::/system.slice/cron.service\n"},
@@ -424,7 +448,7 @@ CASES = (
             "proc/self/cgroup": "0::/system.slice/cron.service\n",
             "proc/4000/cgroup": "0::/system.slice/x.service\n",
         },
-        "process in torchtuned-job-7.scope",
+        "process 4000 (python) is in torchtuned-job-7.scope",
         jobs=(JOB,),
         job="7",
         name="of a job",
@@ -546,6 +570,13 @@ CASES = (
         {"proc/interrupts": interrupts([5_000_000] + [10_000] * 15)},
         {"proc/interrupts": interrupts([5_000_000] + [10_000] * 15, "acpi")},
         "CPU 0 served 97 %",
+    ),
+    Case(
+        "TT062",
+        {"proc/interrupts": interrupts([5_000_000] + [10_000] * 15)},
+        {"proc/interrupts": interrupts([5_000_000] + [10_000] * 15).replace("43:", "RES:").replace("nvme0q1", "x", 1)},
+        "CPU 0 served 97 %",
+        name="one interrupt alone",
     ),
     Case(
         "TT063",
@@ -808,7 +839,9 @@ def test_t03_the_estimate_of_shared_memory(tmp_path: Path) -> None:
 def test_t10_logging_out(tmp_path: Path, uid: str, expected: list[str], *, linger: bool) -> None:
     status = f"Name:\tbash\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n"
     changes: dict[str, str | bytes | None] = {
+        **TMUX,
         "proc/self/status": status,
+        "proc/4100/status": status,
         "etc/passwd": f"ann:x:{uid}:{uid}::/home/ann:/bin/sh\n",
     }
     if not linger:

@@ -137,9 +137,11 @@ def files() -> dict[str, str]:
 
 
 def interrupts(counts: list[int], device: str = "nvme0q1") -> str:
-    """/proc/interrupts with one line of a device."""
+    """/proc/interrupts with two lines of a device, which have half of the counts each."""
     cpus = " ".join(f"CPU{cpu}" for cpu in range(len(counts)))
-    return f"      {cpus}\n 42: {' '.join(map(str, counts))} IR-PCI-MSI 524288-edge {device}\n LOC: 5 5 Local timer\n"
+    half = " ".join(str(count // 2) for count in counts)
+    lines = "".join(f" {number}: {half} IR-PCI-MSI 524288-edge {device}\n" for number in (42, 43))
+    return f"      {cpus}\n{lines} LOC: 5 5 Local timer\n"
 
 
 def build(folder: Path, changes: Mapping[str, str | bytes | None], **gpu: object) -> FakeGpus:

@@ -6,7 +6,17 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import masked, module_option, setting, uid, unit_of, unit_runs, user_name, yes
+from torchtuned.checks.files import (
+    masked,
+    module_option,
+    process_name,
+    setting,
+    uid,
+    unit_of,
+    unit_runs,
+    user_name,
+    yes,
+)
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.findings import Action, Severity
 
@@ -88,7 +98,8 @@ def video_memory(machine: Machine) -> Iterator[Seen | Unseen]:
 )
 def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
     """logind's RemoveIPC (on by default) for users who do not linger. System users (below 1000) are spared, and so is
-    a job in a unit of the system's. Looked at for the caller and for each running job."""
+    a job in a unit of the system's. Looked at for each running job, and for what else the caller runs that computes on
+    a GPU or has PyTorch's files in /dev/shm; a user who runs nothing has nothing to lose."""
     if not unit_runs(machine, "systemd-logind.service"):
         return
     value, where = setting(machine, "logind.conf", "RemoveIPC")
@@ -96,7 +107,7 @@ def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
         return
     people: list[tuple[int | None, str, str]] = [(job.uid, str(job.pid), job.id) for job in machine.jobs]
     if machine.caller:
-        people.append((uid(machine), "self", ""))
+        people += [(uid(machine), str(pid), "") for pid in _own_programs(machine)[:1]]
     for number, process, job in people:
         unit = unit_of(machine, process)
         outlives = unit.endswith(".service") and not unit.startswith("user@")
@@ -106,10 +117,20 @@ def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
         if not machine.host.exists(f"{LINGER}/{name}"):
             yield Seen(
                 evidence=f"{where or 'logind.conf'}: RemoveIPC={value or 'yes, the default'};"
-                f" {LINGER}/{name} is not there; process in {unit}",
+                f" {LINGER}/{name} is not there; process {process_name(machine, int(process))} is in {unit}",
                 fix=f"sudo loginctl enable-linger {shlex.quote(name)}",
                 job=job,
             )
+
+
+def _own_programs(machine: Machine) -> list[int]:
+    """The caller's processes, outside of torchtuned's jobs, that train: on a GPU, or with tensors in /dev/shm, whose
+    names begin with their maker's PID."""
+    jobs = {pid for job in machine.jobs for pid in machine.family(job.pid)}
+    makers = [int(found[1]) for name in machine.host.list("/dev/shm") if (found := re.match(r"torch_(\d+)_", name))]
+    programs = dict.fromkeys([*(pid for pid, job in machine.workers() if not job), *makers])
+    me = uid(machine)
+    return [pid for pid in programs if pid in machine.parents and pid not in jobs and uid(machine, str(pid)) == me]
 
 
 @rule(

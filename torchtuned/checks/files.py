@@ -120,9 +120,9 @@ def apt_value(text: str, key: str) -> str:
     return str(found[-1]) if found else ""
 
 
-def uid(machine: Machine) -> int | None:
-    """The user id of the process that asks."""
-    match = re.search(r"^Uid:\s+(\d+)", machine.text("/proc/self/status"), re.MULTILINE)
+def uid(machine: Machine, process: str = "self") -> int | None:
+    """The user id of a process, by default of the one that asks."""
+    match = re.search(r"^Uid:\s+(\d+)", machine.text(f"/proc/{process}/status"), re.MULTILINE)
     return int(match[1]) if match else None
 
 

@@ -170,8 +170,8 @@ def overcommit(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"{VM}/overcommit_memory is 2; promised {size(facts.get('Committed_AS', 0))} of"
             f" {size(facts.get('CommitLimit', 0))}",
-            fix="unless somebody wants it: echo 'vm.overcommit_memory = 0' | sudo tee /etc/sysctl.d/90-overcommit.conf;"
-            " sudo sysctl -p /etc/sysctl.d/90-overcommit.conf",
+            fix="echo 'vm.overcommit_memory = 0' | sudo tee /etc/sysctl.d/90-overcommit.conf;"
+            " sudo sysctl -p /etc/sysctl.d/90-overcommit.conf  # unless somebody wants it",
         )
 
 

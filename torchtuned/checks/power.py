@@ -15,7 +15,8 @@ from torchtuned.tunables.owners import PPD, TUNERS
 ACTIVE = ("intel_pstate", "amd-pstate-epp")  # their powersave is no brake: the preference decides
 SAVING = ("power", "balance_power")
 QUIET = ("low-power", "quiet", "cool")
-WAKE_US = 100
+WAKE_US, OFTEN, TOO_SHORT = 100, 10_000, 0.25
+CPUS = "/sys/devices/system/cpu"
 
 
 @rule(
@@ -136,7 +137,7 @@ def tuners(machine: Machine) -> Iterator[Seen | Unseen]:
 
 @rule(
     "TT044",
-    "CPUs of a job may sleep deeply",
+    "CPUs of a job sleep deeply and are woken too soon",
     severity=Severity.NOTICE,
     action=Action.JOB,
     cost="150 to 230 us a wake-up on recent Xeons, 5 to 15 on EPYC; little at high load",
@@ -144,20 +145,28 @@ def tuners(machine: Machine) -> Iterator[Seen | Unseen]:
     jobs=True,
 )
 def idle_states(machine: Machine) -> Iterator[Seen | Unseen]:
-    """Idle states that take over 100 us to leave, by their latency and never by their number, on a CPU of a running
-    job. Forbidding them costs power and may cost turbo, so it is for jobs that wait much."""
+    """Idle states that take over 100 us to leave, by their latency and never by their number, on the CPUs of a running
+    job, where the kernel chose them often and was woken too soon in a quarter of the cases (its own count, "above").
+    Nearly every CPU has such states, and forbidding them costs power and may cost turbo."""
     for job in machine.jobs:
-        if not job.cpus:
-            continue
-        folder = f"/sys/devices/system/cpu/cpu{min(job.cpus)}/cpuidle"
         states = []
-        for name in machine.host.list(folder):
+        folder = f"/sys/devices/system/cpu/cpu{min(job.cpus, default=0)}/cpuidle"
+        for name in machine.host.list(folder) if job.cpus else ():
             latency = machine.number(f"{folder}/{name}/latency") or 0
-            if latency > WAKE_US and machine.text(f"{folder}/{name}/disable") in ("", "0"):
-                states.append(f"{machine.text(f'{folder}/{name}/name')} {latency} us")
+            if latency <= WAKE_US or machine.text(f"{folder}/{name}/disable") not in ("", "0"):
+                continue
+            used, wrong = (
+                sum(machine.number(f"{CPUS}/cpu{cpu}/cpuidle/{name}/{what}") or 0 for cpu in job.cpus)
+                for what in ("usage", "above")
+            )
+            if used >= OFTEN and wrong >= used * TOO_SHORT:
+                states.append(
+                    f"{machine.text(f'{folder}/{name}/name')} ({latency} us) entered {used} times since boot,"
+                    f" {wrong} of them for too short"
+                )
         if states and not any(knob.startswith("latency/") for knob in machine.ours):
             yield Seen(
-                evidence=f"{folder}: {', '.join(states)} allowed",
+                evidence=f"{CPUS}/cpu{format_list(job.cpus)}/cpuidle: {', '.join(states)}",
                 fix=f"latency_us = {WAKE_US} under [cpu] (profile latency does it while jobs run)",
                 job=job.id,
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtuned import checks
 from torchtuned.checks import Running, dataset, reading
-from torchtuned.checks.files import size
+from torchtuned.checks.files import memory, size
 from torchtuned.checks.registry import Check, Machine
 from torchtuned.cli import render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
@@ -225,6 +225,7 @@ def _data(args: argparse.Namespace, host: Host) -> dict[str, object] | None:
         "all_seen": files.whole,
         "median_bytes": files.median,
         "staging_target": dataset.staging_target(machine),
+        "memory_bytes": memory(machine).get("MemAvailable") if host.exists("/proc/meminfo") else None,
     }
     if host.real and files.paths:
         told |= _rates(files.paths, quiet=args.json)
@@ -286,6 +287,10 @@ def _data_facts(told: Mapping[str, object]) -> list[tuple[str, str]]:
             f"{some}{told['files']} with {some}{size(number('bytes'))}, median {size(number('median_bytes'))}",
         )
     )
+    if told["all_seen"] and told["memory_bytes"] and number("bytes"):
+        fits = number("bytes") < number("memory_bytes")
+        after = "from the second epoch on it may come from there" if fits else "too little: each epoch reads the disk"
+        rows.append(("memory", f"{size(number('memory_bytes'))} for the page cache: {after}"))
     for name, word in (("cold", "from disk"), ("warm", "from cache")):
         if told.get(f"{name}_bytes_per_s"):
             rows.append(
