@@ -1,11 +1,12 @@
 """Two and four training jobs at once on this machine: placed by nobody, torch's own tools, torchtuned, and by hand.
 
-usage: python3 benchmarks/peers.py --python PYTHON-WITH-TORCH [--rounds N] [--seconds S] [--jobs 2,4] [--json]
+usage: python3 benchmarks/peers.py --python PYTHON-WITH-TORCH [--quick] [--rounds N] [--seconds S] [--jobs 2,4] [--json]
 
-Every round runs each way once, in an order that moves on, and sums the samples/s of its jobs; figures are medians, and
-the ratios are the medians of the rounds' own ratios, of this one run. A way that does not work here (torchrun's
---numa-binding needs GPUs and numactl, run_cpu a lscpu that it can read) is named with the reason and left out. By
-hand: the cores divided with taskset, and as many threads. Fewer cores than jobs are dealt round and round.
+Every round runs each way once, in an order that moves on, and sums the samples/s of its jobs. Figures are medians of
+the rounds; the ratios are the medians of the rounds' own ratios, with the least and the most, all of this one run. A
+way that does not work here (torchrun's --numa-binding needs GPUs and numactl, run_cpu a lscpu that it can read) is
+named with the reason and left out. By hand: the cores divided with taskset, and as many threads. Fewer cores than jobs
+are dealt round and round. On two idle cores it takes about five minutes; --quick, which only tries every way, one.
 Aims: torchtuned at least the best peer, and at least 0.95 of by hand.
 """
 
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -99,41 +101,45 @@ def measure(options: argparse.Namespace, environ: dict[str, str], console: Conso
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians by way, and the medians of torchtuned's rates by another way's in the same round."""
-    by = {
-        name: statistics.median(ours / theirs for ours, theirs in zip(rates[OURS], found, strict=True))
-        for name, found in rates.items()
-        if name != OURS and OURS in rates
-    }
+    """Medians by way, and torchtuned's rates by another way's in the same round: their median, least and most."""
+    by = {}
+    for name, found in rates.items():
+        if name != OURS and OURS in rates:
+            each = sorted(ours / theirs for ours, theirs in zip(rates[OURS], found, strict=True))
+            by[name] = {"median": statistics.median(each), "least": each[0], "most": each[-1]}
     return {"medians": {name: statistics.median(found) for name, found in rates.items()}, "torchtuned_by": by}
 
 
 def show(document: dict[str, Any], every: list[str]) -> None:
     """A table for people."""
     print(f"\n{document['jobs']} jobs at once on {len(every)} cores")
-    print(f"{'':30}{'samples/s':>10}{'least':>9}{'most':>9}{'torchtuned by it':>18}")
+    print(f"{'':30}{'samples/s':>10}{'least':>9}{'most':>9}   torchtuned by it")
+    by = document["torchtuned_by"]
     for name, found in document["samples_per_s"].items():
-        ratio = document["torchtuned_by"].get(name)
-        last = f"{ratio:18.3f}" if ratio is not None else ""
-        print(f"{name:30}{document['medians'][name]:10.0f}{min(found):9.0f}{max(found):9.0f}{last}")
+        ratio = f"   {by[name]['median']:.3f} ({by[name]['least']:.3f} to {by[name]['most']:.3f})" if name in by else ""
+        print(f"{name:30}{document['medians'][name]:10.0f}{min(found):9.0f}{max(found):9.0f}{ratio}")
     for name, why in document["missing"].items():
         print(f"{name:30}does not work here: {why[:160]}")
-    found = [document["torchtuned_by"][name] for name in PEERS if name in document["torchtuned_by"]]
+    found = [by[name]["median"] for name in PEERS if name in by]
     if found:
         print(f"torchtuned / best peer: {min(found):.3f}  (aim 1)")
-        print(f"torchtuned / by hand:   {document['torchtuned_by'].get(HAND, float('nan')):.3f}  (aim 0.95)")
+    if HAND in by:
+        print(f"torchtuned / by hand:   {by[HAND]['median']:.3f}  (aim 0.95)")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="several training jobs at once, placed by torchtuned and its peers")
     parser.add_argument("--python", default=sys.executable, help="an interpreter with torch")
     parser.add_argument("--run", default="", help="the torchtuned-run to use instead of this source tree's")
+    parser.add_argument("--quick", action="store_true", help="one short round: whether every way runs, no figures")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--seconds", type=float, default=3, help="of training in each job, after one of warm-up")
     parser.add_argument("--jobs", default="2,4", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     options = parser.parse_args()
-    every = cores()
+    if options.quick:
+        options.rounds, options.seconds = 1, 1.0
+    every, begun = cores(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = f"{Path(options.python).absolute().parent}:{os.environ.get('PATH', os.defpath)}"  # run_cpu asks PATH
         environ = {**os.environ, "XDG_RUNTIME_DIR": folder, "PATH": path}
@@ -142,10 +148,20 @@ def main() -> int:
                 del environ[name]
         documents = measure(options, environ, Console(stderr=True))
     if options.json:
-        run = {"schema": 1, "cores": every, "rounds": options.rounds, "seconds": options.seconds, "runs": documents}
+        run: dict[str, Any] = {
+            "schema": 1,
+            "cores": every,
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "runs": documents,
+        }
+        run["took_s"] = round(time.monotonic() - begun)
         print(json.dumps(run, indent=2))
         return 0
-    print(f"{len(every)} cores, {options.rounds} interleaved rounds of {options.seconds:g} s")
+    took = time.monotonic() - begun
+    print(
+        f"{len(every)} cores, {options.rounds} interleaved rounds of {options.seconds:g} s, in {took:.0f} s altogether"
+    )
     for document in documents:
         show(document, every)
     return 0
