@@ -54,6 +54,21 @@ def test_folding_breaks_after_signs(text: str, folded: str) -> None:
     assert folded.replace("\n", "").replace(" ", "") == text.replace(" ", "")
 
 
+def test_a_narrow_screen_gets_no_columns_of_two_letters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = ("Job", "User", "Command", "State", "CPUs", "GPUs")
+    rows = [("7", "alice", "python train.py", "running", "0-3", "0000:01:00.0\n0000:02:00.0"), ("8", *["x"] * 5)]
+    monkeypatch.setenv("COLUMNS", "80")
+    render.table(heads, rows)
+    assert "Job   User    Command" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "40")
+    render.table(heads, rows)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:4] == ["Job 7", "  User     alice", "  Command  python train.py", "  State    running"]
+    assert lines[5:8] == ["  GPUs     0000:01:00.0", "           0000:02:00.0", "Job 8"]
+
+
 @pytest.mark.parametrize(
     ("text", "folded"),
     [
@@ -61,6 +76,7 @@ def test_folding_breaks_after_signs(text: str, folded: str) -> None:
         ("when free: sudo reboot now and here", "when free:\nsudo reboot now and here"),
         ("sudo apt install x && sudo dkms y z", "sudo apt install x &&\nsudo dkms y z"),
         ("sudo " + "long " * 8, "sudo long long long long long\nlong long long"),
+        ("sudo tee /etc/a/file.conf # then log in", "sudo tee /etc/a/file.conf\n# then log in"),
         ("look at fans, dust and the neighbours", "look at fans, dust and the\nneighbours"),
     ],
 )

@@ -178,10 +178,14 @@ def _print_threads(found: Sequence[Properties]) -> None:
     render.table(("Job", "PID", "Command", "Threads", "Wanted", "Has", "Verdict"), rows, styles=("bold",))
     verdicts = {row[-1] for row in rows}
     if "outside" in verdicts:
-        print("outside: a thread may run on CPUs that the job was not given; something has widened its affinity.")
+        render.paragraph(
+            "outside: a thread may run on CPUs that the job was not given; something has widened its affinity."
+        )
     if "shrunk" in verdicts:
-        print("shrunk: a process keeps itself to fewer CPUs than it was given; look for OMP_PROC_BIND, KMP_AFFINITY,")
-        print("GOMP_CPU_AFFINITY, numactl or taskset in it.")
+        render.paragraph(
+            "shrunk: a process keeps itself to fewer CPUs than it was given; look for OMP_PROC_BIND, KMP_AFFINITY,"
+            " GOMP_CPU_AFFINITY, numactl or taskset in it."
+        )
 
 
 # gpus

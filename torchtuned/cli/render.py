@@ -31,7 +31,8 @@ OUTCOME_STYLES = {
 
 Row = dict[str, str]  # one row of a plan, as --json has it
 NUMBERED = re.compile(r"(?<=[a-z])\d+(?=/)")  # cpu/policy12/governor
-COMMAND = re.compile(r"(sudo|echo|printf|export|ulimit|numactl|nvidia-smi|docker|torchtuned|prlimit|du|rsync) ")
+READABLE, GAP = 8, 3  # columns of the screen: a table column that can be read, and what lies between two
+COMMAND = re.compile(r"(#|sudo|echo|printf|export|ulimit|numactl|nvidia-smi|docker|torchtuned|prlimit|du|rsync) ")
 ADDRESSED = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/)")  # gpu/0000:01:00.0/persistence_mode
 
 
@@ -51,13 +52,30 @@ def text(words: str, style: str = "") -> Text:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, styles: Sequence[str] = ()) -> None:
-    """Print rows under headings. A cell too long for its column goes on below, whole; `styles` is one per column."""
+    """Print rows under headings. A cell too long for its column goes on below, whole; `styles` is one per column.
+    Where columns would be too narrow to read, each row is printed as facts."""
+    rows = list(rows)
+    out = console()
+    widest = [max(map(_widest, (heading, *cells))) for heading, *cells in zip(headings, *rows, strict=True)]
+    if sum(min(READABLE, width) for width in widest) + GAP * (len(widest) - 1) > out.width:
+        for row in rows:
+            facts(f"{headings[0]} {row[0]}", list(zip(headings[1:], row[1:], strict=True)))
+        return
     grid = _grid()
     for index, heading in enumerate(headings):
         grid.add_column(heading, style=styles[index] if index < len(styles) else "", overflow="fold")
     for row in rows:
         grid.add_row(*map(text, row))
-    console().print(grid)
+    out.print(grid)
+
+
+def _widest(cell: str) -> int:
+    return max(map(len, cell.splitlines()), default=0)
+
+
+def paragraph(words: str) -> None:
+    """Print a sentence, folded at blanks."""
+    console().print(text(words))
 
 
 def plan(rows: Sequence[Row]) -> None:
@@ -100,7 +118,7 @@ def fold_commands(words: str, width: int) -> str:
     """Break a text with commands in it so that a command stays on one line where it fits, else ends a line after | or
     && where the shell goes on reading: what is copied off the screen still runs."""
     lines = [""]
-    for part in re.split(r"(?<=[;|:,]) |(?<=&&) ", words):
+    for part in re.split(r"(?<=[;|:,]) |(?<=&&) | (?=[#\[(])", words):
         pieces = [part] if COMMAND.match(part) and len(part) <= width else part.split(" ")
         for piece in pieces:
             if lines[-1] and len(lines[-1]) + 1 + len(piece) > width:

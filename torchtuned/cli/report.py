@@ -22,6 +22,7 @@ from torchtuned.reports import store as reportstore
 from torchtuned.reports.usage import duration, size, together, within
 
 FOLDER = Path("/var/lib/torchtuned") / reportstore.FOLDER
+LEAST_S = 0.05  # less is shown as 0.0 s
 SHOWN = 20  # of the list
 WAITS = {"cpu": "for CPU", "memory": "for memory", "io": "for storage"}
 Report = dict[str, Any]
@@ -171,7 +172,7 @@ def _used(one: Report, measured: dict[str, Any]) -> list[tuple[str, str]]:
     for what, words in WAITS.items():
         some, full = within(measured, "pressure", what, "some_s"), within(measured, "pressure", what, "full_s")
         if some is not None:
-            whole = f", {duration(full)} of it in full" if full and what != "cpu" else ""
+            whole = f", {duration(full)} of it in full" if full and full >= LEAST_S and what != "cpu" else ""
             waits.append(f"{words} {_share(some, seconds)}{whole}")
     rows.append(("Waited", together(waits)))
     if measured["of"] == "processes":
