@@ -82,6 +82,7 @@ class Daemon:
             choice=choice,
             tuners=self._tuners,
         )
+        self.policy.beside = self.desktop.rows
         self.reports = Reports(host, Store(state_dir / FOLDER), self.api, self.gpus.sample, self._findings)
         self.manager = Manager(
             host,

@@ -109,6 +109,11 @@ EFFECTS: Sequence[Effect] = (
         effect="none on speed",
     ),
     Effect(
+        knobs=("session/power_profile",),
+        purpose="whether power-profiles-daemon is asked for its profile performance while a job runs",
+        effect=UNMEASURED,
+    ),
+    Effect(
         knobs=("session/*",),
         purpose="whether the machine may go to sleep while a job runs",
         effect="none on speed; a suspended machine does not train",

@@ -47,6 +47,7 @@ class HostPolicy:
         self.changed = changed
         self.reconfigured: Callable[[], None] = lambda: None  # after another configuration came into force
         self.touched: Callable[[Sequence[Row]], None] = lambda rows: None  # with what apply or undo made of the knobs
+        self.beside: Callable[[Config], list[Row]] = lambda config: []  # rows of what others than the engine see to
         self._engine, self._read, self._choice, self._tuners = engine, read, choice, tuners
         self._faults: dict[str, str] = {}
         self._bad: dict[str, Row] = {}  # knobs that went wrong when last applied
@@ -98,7 +99,7 @@ class HostPolicy:
         tuners = await self._tuners()
         method = self._engine.plan if what == "plan" else self._engine.verify
         rows: list[Row] = await self._off_loop(method, self.config, jobs_active=self._jobs_active, tuners=tuners)
-        return rows
+        return rows + self.beside(self.config)
 
     # -- changing ----------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from torchtuned.bus import Bus, CallFailed
-from torchtuned.config import SessionConfig
+from torchtuned.config import Config, SessionConfig
+from torchtuned.policy import Outcome, Row
 
 LOGIN = "org.freedesktop.login1"
 LOGIN_PATH = "/org/freedesktop/login1"
@@ -32,11 +33,10 @@ log = logging.getLogger(__name__)
 class Desktop:
     """The two holds. `kept` is an inhibitor from before a restart; `keep` and `forget` have it kept over the next."""
 
-    def __init__(
-        self, bus: Bus, *, kept: int | None, keep: Callable[[int], None], forget: Callable[[], None]
-    ) -> None:
+    def __init__(self, bus: Bus, *, kept: int | None, keep: Callable[[int], None], forget: Callable[[], None]) -> None:
         self._bus, self._inhibitor, self._keep, self._forget = bus, kept, keep, forget
         self._told: set[str] = set()
+        self._refused: dict[str, CallFailed] = {}
         self._profile: tuple[str, str, int] | None = None
         self._wanted = False
         self._wishes = SessionConfig()
@@ -66,16 +66,53 @@ class Desktop:
         if self._inhibitor is not None:
             os.close(self._inhibitor)
 
+    def rows(self, config: Config) -> list[Row]:
+        """What is wanted of the desktop and what came of it, as rows of a plan."""
+        wishes = config.session
+        return [
+            self._row(config, "inhibit", " ".join(wishes.inhibit), held=self._inhibitor is not None),
+            self._row(config, "power_profile", wishes.power_profile, held=self._profile is not None),
+        ]
+
+    def _row(self, config: Config, key: str, wanted: str, *, held: bool) -> Row:
+        sources = [setting.source for setting in config.settings if (setting.section, setting.key) == ("session", key)]
+        refused = self._refused.get(key)
+        outcome, reason = Outcome.KEPT, f"{wanted} while a job runs"
+        if wanted in ("", "keep"):
+            reason = "keep"
+        elif held:
+            outcome, reason = Outcome.APPLIED, "held by torchtuned while jobs run"
+        elif self._wanted and refused:
+            outcome = Outcome.UNSUPPORTED if refused.absent else Outcome.FAILED
+            reason = f"{refused.where.split()[0]} does not run" if refused.absent else str(refused)
+        elif self._wanted:
+            reason = "being asked for"
+        return Row(
+            knob=f"session/{key}",
+            current=wanted if held else "",
+            wanted=wanted or "keep",
+            outcome=outcome,
+            reason=reason,
+            source=(sources or ["default"])[0],
+        )
+
     async def _reach(self) -> None:
         reached = None
         while reached != (self._wanted, self._wishes):
             reached = self._wanted, self._wishes
-            try:
-                await self._inhibit(":".join(self._wishes.inhibit) if self._wanted else "")
-                await self._hold("performance" if self._wanted and self._wishes.power_profile != "keep" else "")
-            except CallFailed as e:
-                if e.where not in self._told:  # once: a server has no desktop, and every job would say so
-                    log.log(logging.INFO if e.absent else logging.WARNING, "%s", e)
+            inhibit = ":".join(self._wishes.inhibit) if self._wanted else ""
+            profile = "performance" if self._wanted and self._wishes.power_profile != "keep" else ""
+            await self._try("inhibit", self._inhibit(inhibit))
+            await self._try("power_profile", self._hold(profile))
+
+    async def _try(self, key: str, asking: Coroutine[None, None, None]) -> None:
+        self._refused.pop(key, None)
+        try:
+            await asking
+        except CallFailed as e:
+            self._refused[key] = e
+            if not e.absent and e.where not in self._told:  # once: every job would say so
+                log.warning("%s", e)
                 self._told.add(e.where)
 
     async def _inhibit(self, what: str) -> None:
@@ -94,7 +131,7 @@ class Desktop:
                 try:
                     [cookie] = await self._call((name, path, name), "HoldProfile", "sss", profile, WHY, WHO)
                 except CallFailed as e:
-                    if not e.absent:
+                    if not e.absent or (name, path) == PPD[-1]:
                         raise
                 else:
                     self._profile = name, path, cookie

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import USER, Daemon, PrivateBus, Service
+from harness import MANAGER, ROOT, USER, Daemon, PrivateBus, Service
 
 Start = Callable[..., Daemon]
 Fake = Callable[..., Service]
@@ -22,6 +22,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def session(bus: PrivateBus) -> dict[str, tuple[str, ...]]:
+    """The rows of verify about the desktop, without their names and sources."""
+    found = bus.call(ROOT, MANAGER, "Verify")[0]
+    return {row[0].removeprefix("session/"): tuple(row[1:5]) for row in found if row[0].startswith("session/")}
+
+
 def test_no_sleep_and_the_performance_profile_while_jobs_run(
     bus: PrivateBus, services: Fake, daemon: Start, tree: Path
 ) -> None:
@@ -29,10 +35,15 @@ def test_no_sleep_and_the_performance_profile_while_jobs_run(
     one = daemon("--sysroot", tree)
     one.wait_for("STATUS=ready")
     assert desktop.get("inhibitors") == []
+    assert session(bus) == {
+        "inhibit": ("", "sleep idle", "kept", "sleep idle while a job runs"),
+        "power_profile": ("", "performance", "kept", "performance while a job runs"),
+    }
     with bus.user(USER) as job:
         job.start()
         until(lambda: desktop.get("inhibitors") == ["sleep:idle"])
         until(lambda: [hold[0] for hold in desktop.get("holds")] == ["performance"])
+        until(lambda: {row[2:] for row in session(bus).values()} == {("applied", "held by torchtuned while jobs run")})
         one.wait_for("FDSTORE=1")
         assert list(one.kept) == ["inhibitor"]
         assert desktop.calls("Inhibit") == [["sleep:idle", "torchtuned", "a training job runs", "block"]]
@@ -50,6 +61,15 @@ def test_the_session_section_decides(bus: PrivateBus, services: Fake, daemon: St
         path, _ = job.start()
         job.release(path)
     assert desktop.calls("Inhibit") == desktop.calls("HoldProfile") == []
+    assert {row[1:] for row in session(bus).values()} == {("keep", "kept", "keep")}
+
+
+def test_a_machine_without_a_desktop_says_so(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    with bus.user(USER) as job:
+        job.start()
+        until(lambda: {row[2] for row in session(bus).values()} == {"unsupported"})
+        assert session(bus)["inhibit"][3] == "org.freedesktop.login1 does not run"
 
 
 def test_a_restart_keeps_the_inhibitor(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:

@@ -245,7 +245,7 @@ def why(args: argparse.Namespace) -> int:
                 entry=ledger.entries.get(first),
                 owner=f"{owner.name} ({owner.source})" if owner else "",
                 mentions=_mentions(owners, first),
-                comment=comment_of(host, wish.source) if wish else "",
+                comment=comment_of(host, wish.source if wish else alike[0]["source"]),
             )
         )
     if args.json:
