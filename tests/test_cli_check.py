@@ -8,6 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from fakes.schema import fits, schema
 from fakes.sound import CG, SESSION, A, B, build
 
 from torchtuned.checks import REGISTRY, reading
@@ -36,6 +37,7 @@ def test_findings_worst_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     root = build(tmp_path, SHM).root
     assert cli.main(["check", "--sysroot", str(root), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
+    assert fits(document, schema("check"))
     assert set(document) == {"schema", "findings", "unchecked"}
     assert [(item["code"], item["severity"], item["class"]) for item in document["findings"]] == [
         ("TT025", "warning", "ASK"),
@@ -74,6 +76,7 @@ def test_names_of_others_are_neither_commands_of_the_terminal_nor_of_the_shell(
 def test_every_code_can_be_explained(code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "--explain", code.lower(), "--sysroot", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
+    assert fits(document, schema("check"))
     assert document["code"] == code
     assert len(document["explanation"]) > 60
 
@@ -144,7 +147,9 @@ def test_a_real_data_set_is_measured(
     for i in range(20):
         (tmp_path / f"{i}.bin").write_bytes(bytes(50_000))
     cli.main(["check", "--data", str(tmp_path), "--json"])
-    data = json.loads(capsys.readouterr().out)["data"]
+    document = json.loads(capsys.readouterr().out)
+    assert fits(document, schema("check"))
+    data = document["data"]
     assert (data["files"], data["bytes"], data["median_bytes"]) == (20, 1_000_000, 50_000)
     assert data["warm_bytes_per_s"] > 0
     assert data["cold_bytes_per_s"] > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.schema import fits, schema
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from torchtuned.processes import Process
 from torchtuned.run.trust import trusted
 from torchtuned.topology import Gpu, Topology
 
-SCHEMAS = Path(__file__).resolve().parents[1] / "share/torchtuned/schemas"
 MACHINE = Topology(online=frozenset(range(8)), allowed=frozenset(range(8)))
 
 
@@ -116,36 +116,6 @@ def test_counts(tmp_path: Path) -> None:
     assert (table.of_user(1000), table.of_user(1001), table.of_user(0)) == (1, 1, 0)
     assert table.grants == [job(1).grant]
     assert table.get("9") is None
-
-
-def schema(name: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text())
-    return document
-
-
-def fits(value: Any, kind: dict[str, Any]) -> bool:
-    """Enough of JSON Schema for ours."""
-    if "const" in kind:
-        return bool(value == kind["const"])
-    if "enum" in kind:
-        return value in kind["enum"]
-    if "oneOf" in kind:
-        return sum(fits(value, one) for one in kind["oneOf"]) == 1
-    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
-    names = kind["type"] if isinstance(kind["type"], list) else [kind["type"]]
-    if not any(value is None if n == "null" else isinstance(value, types[n]) for n in names):  # type: ignore[arg-type]
-        return False
-    if isinstance(value, bool) and "boolean" not in names:
-        return False
-    if isinstance(value, list) and "items" in kind:
-        return all(fits(item, kind["items"]) for item in value)
-    if isinstance(value, dict):
-        known = kind.get("properties", {})
-        more = kind.get("additionalProperties", True)
-        return set(kind.get("required", ())) <= set(value) and all(
-            fits(item, known[key]) if key in known else bool(more) for key, item in value.items()
-        )
-    return True
 
 
 def test_request_schema_and_reader_agree() -> None:

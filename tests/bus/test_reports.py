@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.schema import fits, schema
 from fakes.tree import make_tree
 from harness import MANAGER, OTHER, REPOSITORY, ROOT, USER, Daemon, PrivateBus, Puppet, Service
 
@@ -104,15 +105,20 @@ def test_what_a_job_feels_is_told_at_the_job(bus: PrivateBus, ready: Daemon, tre
         assert [(one["code"], one["about"]) for one in found] == [("TT027", "memory")]
         assert "40.00 % of the last minute" in found[0]["evidence"]
         assert bus.get(path, "org.torchtuned1.Job", "Findings") == [line]
-        [shown] = json.loads(torchtuned(bus, "jobs", "--json").stdout)
+        [shown] = json.loads(torchtuned(bus, "jobs", "--threads", "--json").stdout)
+        assert fits(shown, schema("jobs"))
         assert shown["findings"] == [line]
         assert line in " ".join(torchtuned(bus, "jobs").stdout.split())
         page = " ".join(torchtuned(bus, "report", "1", uid=USER).stdout.split())
         assert "TT027 warning, tasks wait for memory (seen" in page
         assert json.loads(torchtuned(bus, "report", "1", "--json").stdout)["findings"][0]["code"] == "TT027"
-        [row] = json.loads(torchtuned(bus, "top", "--json").stdout)["jobs"]
+        whole = json.loads(torchtuned(bus, "top", "--json").stdout)
+        assert fits(whole, schema("top"))
+        [row] = whole["jobs"]
         assert row["findings"] == 1
+        assert fits(report(bus), schema("report"))
     ended = final(bus)
+    assert fits(ended, schema("report"))
     assert [one["code"] for one in ended["findings"]] == ["TT027"]
 
 
