@@ -130,6 +130,7 @@ def orphans(machine: Machine) -> Iterator[Seen | Unseen]:
     action=Action.AUTO,
     cost="'cannot allocate memory' with memory free, once a process has that many mappings",
     source="pytorch/pytorch#60626",
+    jobs=True,
 )
 def mappings(machine: Machine) -> Iterator[Seen | Unseen]:
     """vm.max_map_count bounds the mappings of a process: one for each shared tensor and each CUDA allocation. Debian 13

@@ -44,6 +44,7 @@ def peer_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     action=Action.TELL,
     cost="ranks of other hosts cannot connect: Gloo and NCCL wait until they time out",
     source="vllm-project/vllm#7074",
+    jobs=True,
 )
 def host_name(machine: Machine) -> Iterator[Seen | Unseen]:
     """/etc/hosts gives the host's name a loopback address, as Debian does, and the host is one of several: it has

@@ -153,13 +153,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `run` may yield any number of findings, all with this code."""
+    """One check. `run` may yield any number of findings, all with this code. `jobs`: it looks into running jobs."""
 
     code: str
     title: str
     run: Callable[[Machine], Result]
     source: str
     cost: str
+    jobs: bool
 
     @property
     def explanation(self) -> str:
@@ -228,7 +229,7 @@ def rule(
 
         if code in REGISTRY:
             raise ValueError(f"{code} is taken by {REGISTRY[code].title!r}")
-        REGISTRY[code] = Check(code, title, run, source, cost)
+        REGISTRY[code] = Check(code, title, run, source, cost, jobs)
         return look
 
     return add

@@ -8,16 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtuned.checks import REGISTRY, Running, run_checks
 from torchtuned.cli import render
 from torchtuned.cli.command import FINE, note, print_json
 from torchtuned.cli.jobs import since, user_name
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import DaemonUnreachable, NoSuchJob
+from torchtuned.gpus import Gpus
+from torchtuned.host import Host
 from torchtuned.reports import store as reportstore
 from torchtuned.reports.usage import duration, size, together, within
 
@@ -42,6 +46,7 @@ def report(args: argparse.Namespace) -> int:
             _print_list(found if args.all else found[:SHOWN], more=len(found) - SHOWN if not args.all else 0)
         return FINE
     one = _one(args.job)
+    _look_inside(one)
     if args.json:
         print_json(one)
     else:
@@ -71,6 +76,30 @@ def _one(asked: str) -> Report:
         if one is None:
             raise NoSuchJob(f"there is no report of job {asked}", where=str(FOLDER)) from None
         return one
+
+
+def _look_inside(one: Report) -> None:
+    """Add what only the job's own user, and root, sees in its processes: descriptors, mappings, variables. The daemon
+    may not look there."""
+    if one.get("state") != "running":
+        return
+    granted = one["granted"]
+    job = Running(
+        id=str(one["job"]),
+        pid=int(one["pid"]),
+        uid=int(one["uid"]),
+        cpus=parse_list(granted["cpus"]),
+        gpus=tuple(granted["gpus"]),
+        scope=granted["scope"],
+    )
+    host, when = Host(), time.time_ns() // 1000
+    codes = [code for code, check in REGISTRY.items() if check.jobs]
+    found, _ = run_checks(host, Gpus(host, deadline_s=1.0), codes, caller=False, jobs=[job])
+    listed = one.setdefault("findings", [])
+    known = {(finding["code"], finding["title"]) for finding in listed}
+    for finding in found:
+        if (finding.code, finding.title) not in known and finding.concerns(job.id, cpus=job.cpus, gpus=job.gpus):
+            listed.append({**finding.document(), "first": when, "last": when})
 
 
 def _files(error: DaemonUnreachable) -> reportstore.Store:
