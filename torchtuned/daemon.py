@@ -46,7 +46,7 @@ from torchtuned.reports.keeper import Reports
 from torchtuned.reports.store import FOLDER, Store
 from torchtuned.systemd1 import Systemd
 from torchtuned.topology import Topology
-from torchtuned.tunables.owners import PPD, UNITS
+from torchtuned.tunables.owners import BUS_NAMES, PPD, UNITS
 
 log = logging.getLogger("torchtuned")
 
@@ -162,13 +162,13 @@ class Daemon:
     async def _tune(self) -> None:
         """What comes after the name: the policy, then what only drivers know, then following the machine."""
         try:
+            await self._follow_tuners()
             await self.policy.apply()
         except Exception as e:
             log.exception("the policy could not be applied")
             self.policy.failed_to_start(e if isinstance(e, TorchtunedError) else None)
         self.policy.reconfigured = lambda: self._spawn(self._reconfigure())
         self.policy.touched = self._touched
-        self.systemd.follow_units(UNITS, self._tuner_moved)
         if self.host.real:
             await self.desktop.follow_sleep(lambda: self._spawn(self._newcomers.woke()))
         await self._reconfigure()
@@ -186,8 +186,16 @@ class Daemon:
         if any(row.knob.startswith("gpu/") and row.outcome is Outcome.APPLIED for row in rows):
             self._spawn(self._survey())
 
+    async def _follow_tuners(self) -> None:
+        self.systemd.follow_units(UNITS, self._tuner_moved)
+        for name, unit in BUS_NAMES.items():
+            await self.bus.follow(name, partial(self._owner_moved, unit))
+
     def _tuner_moved(self, unit: str) -> None:
         self._spawn(self._newcomers.tuner_moved(unit))
+
+    def _owner_moved(self, unit: str, _owner: str) -> None:
+        self._tuner_moved(unit)
         if unit == PPD:
             self.desktop.profiles_moved()
 
@@ -219,12 +227,14 @@ class Daemon:
         return await self.api.host_checks.findings()
 
     async def _tuners(self) -> frozenset[str]:
+        """The units of other tuners that run, also of those that were started by hand."""
+        owners = {unit for name, unit in BUS_NAMES.items() if self.bus.owner(name)}
         try:
-            return await self.systemd.active(UNITS)
+            return await self.systemd.active(UNITS) | owners
         except CallFailed as e:
             if not e.absent:
                 log.warning("systemd does not say which other tuners run: %s", e)
-            return frozenset()
+            return frozenset(owners)
 
     def _jobs_active(self, active: bool) -> None:  # noqa: FBT001
         """Set knobs and holds for jobs at once, and give them back a moment after the last job: the next may come."""

@@ -47,7 +47,7 @@ def services(bus: PrivateBus) -> Iterator[Callable[..., Service]]:
             service = Service(bus, "org.freedesktop.systemd1", str(FAKES / "systemd1.py"), bus.address, *what[1:])
         else:
             name = {"polkit": "org.freedesktop.PolicyKit1", "logind": "org.freedesktop.login1",
-                    "ppd": "net.hadess.PowerProfiles"}[what[0]]  # fmt: skip
+                    "ppd": "net.hadess.PowerProfiles", "tuned": "com.redhat.tuned"}[what[0]]  # fmt: skip
             service = Service(bus, name, str(FAKES / "desktop.py"), bus.address, *what)
         started.append(service)
         return service

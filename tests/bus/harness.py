@@ -59,6 +59,7 @@ CONFIG = """\
   <policy user="root">
     <allow own_prefix="org.freedesktop"/>
     <allow own_prefix="net.hadess"/>
+    <allow own="com.redhat.tuned"/>
     <allow send_destination_prefix="org.freedesktop"/>
     <allow send_destination="net.hadess.PowerProfiles"/>
     <allow send_interface="org.torchtuned1.Test"/>

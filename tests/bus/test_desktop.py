@@ -107,6 +107,18 @@ def test_a_descriptor_kept_for_jobs_that_are_gone_is_given_back(
     until(lambda: desktop.get("inhibitors") == [])
 
 
+def test_power_profiles_daemon_that_starts_anew_is_asked_anew(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    with bus.user(USER) as job:
+        job.start()
+        for _ in range(2):
+            profiles = services("ppd")
+            until(lambda asked=profiles: asked.get("holds") == [["performance", "a training job runs", "torchtuned"]])
+            profiles.stop()
+
+
 @pytest.mark.parametrize("member", ["Inhibit", "HoldProfile"])
 def test_a_desktop_that_hangs_holds_up_no_job(
     bus: PrivateBus, services: Fake, daemon: Start, tree: Path, member: str

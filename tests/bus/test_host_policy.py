@@ -110,6 +110,18 @@ def test_a_tuner_that_comes_gets_its_knobs_and_when_it_goes_the_policy_is_back(
     assert governors(tree) == ["ondemand", "schedutil"]
 
 
+def test_a_tuner_started_by_hand_is_known_by_its_name_on_the_bus(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    tuned = services("tuned")
+    until(lambda: rows(bus, "Verify")["cpu/policy0/governor"][3:] == [
+        "foreign", "left to TuneD while it runs; it was powersave before torchtuned", "tuned.service",
+    ])  # fmt: skip
+    tuned.stop()
+    until(lambda: rows(bus, "Verify")["cpu/policy0/governor"][3] == "applied")
+
+
 def test_originals_survive_sigkill(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     first = daemon("--sysroot", tree)
     first.wait_for("STATUS=ready")

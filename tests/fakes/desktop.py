@@ -1,6 +1,6 @@
 """polkit, logind and power-profiles-daemon for tests, on a private bus.
 
-    python tests/fakes/desktop.py ADDRESS polkit|logind|ppd ...
+    python tests/fakes/desktop.py ADDRESS polkit|logind|ppd|tuned ...
 
 Prints "ready" when it owns the names. org.torchtuned1.Test.Set(key, JSON) on /test steers it and Get reads: `allowed`
 (action ids), `challenge` (answers "challenge"), `hang` (members that are never answered), `calls` ((member, arguments)
@@ -22,6 +22,7 @@ NAMES = {
     "polkit": ["org.freedesktop.PolicyKit1"],
     "logind": ["org.freedesktop.login1"],
     "ppd": ["org.freedesktop.UPower.PowerProfiles", "net.hadess.PowerProfiles"],
+    "tuned": ["com.redhat.tuned"],
 }
 SIGNATURES = {
     "CheckAuthorization": "(sa{sv})sa{ss}us",

@@ -19,25 +19,33 @@ from torchtuned.tunables.sysfsd import SysfsSettings
 
 @dataclass(frozen=True)
 class Tuner:
-    """`unit` is the systemd unit; `knobs` are the patterns of what it sets."""
+    """`unit` is the systemd unit; `knobs` are the patterns of what it sets; `bus` is its name on the system bus."""
 
     unit: str
     title: str
     knobs: tuple[str, ...]
+    bus: str = ""
 
 
 PPD = "power-profiles-daemon.service"
 TUNERS = (
-    Tuner("tuned.service", "TuneD", ("cpu/*", "latency/*", "sysctl/*", "memory/*", "block/*")),
+    Tuner("tuned.service", "TuneD", ("cpu/*", "latency/*", "sysctl/*", "memory/*", "block/*"), bus="com.redhat.tuned"),
     Tuner("tlp.service", "TLP", ("cpu/*", "block/*", "gpu/*/power_control")),
     Tuner("auto-cpufreq.service", "auto-cpufreq", ("cpu/*",)),
     Tuner("cpupower.service", "cpupower", ("cpu/*",)),
     Tuner("cpufrequtils.service", "cpufrequtils", ("cpu/*/governor",)),
     Tuner("system76-power.service", "system76-power", ("cpu/*",)),
-    Tuner(PPD, "power-profiles-daemon", ("cpu/platform_profile", "cpu/*/energy_performance_preference")),
+    Tuner(
+        PPD,
+        "power-profiles-daemon",
+        ("cpu/platform_profile", "cpu/*/energy_performance_preference"),
+        bus="net.hadess.PowerProfiles",
+    ),
 )
 UNITS = tuple(tuner.unit for tuner in TUNERS)
 """The units to ask PID 1 about."""
+BUS_NAMES = {tuner.bus: tuner.unit for tuner in TUNERS if tuner.bus}
+"""Who was started by hand is in no unit, but owns its name on the bus."""
 
 PPD_DRIVER = ("cpu/*/governor", "cpu/*boost", "cpu/min_perf_pct")
 """What power-profiles-daemon sets, too, where it has a CPU driver."""
