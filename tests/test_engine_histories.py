@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torchtuned.errors import Failed, HostError, Refused
 from torchtuned.policy import Outcome, Row
 
+SWAPPINESS = "/proc/sys/vm/swappiness"
 SUPPLY = "/sys/class/power_supply/BAT0"
 FILES = {
     f"{SUPPLY}/type": "Battery",
@@ -91,6 +92,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("release"), FAULTS),
     st.tuples(st.just("verify"), st.sampled_from(TEXTS)),
     st.tuples(st.just("tuner"), st.sampled_from(TEXTS), st.sampled_from(["tuned", "auto-cpufreq"]), FAULTS),
+    st.tuples(st.just("visit"), st.sampled_from(TEXTS), st.sampled_from(["stays", "undo", "restart"]), FAULTS),
     st.tuples(st.just("battery"), st.booleans()),
     st.tuples(st.just("other"), st.sampled_from(OTHERS)),
     st.tuples(st.just("offline"), st.sampled_from([0, 1])),
@@ -122,6 +124,8 @@ class History:
                 self.do(lambda: {row.knob: row for row in self.desk.engine.release_jobs()}, fault)
             case ("tuner", text, tuner, fault):
                 self.do(lambda: self.desk.apply(text, tuners=[tuner]), fault)
+            case ("visit", text, meanwhile, fault):
+                self.visit(text, meanwhile, fault)
             case ("battery", on):
                 for kernel in (self.desk.kernel, self.shadow):
                     kernel.files[f"{SUPPLY}/status"] = "Discharging" if on else "Full"
@@ -142,6 +146,20 @@ class History:
                 self.desk.path.unlink(missing_ok=True)
                 self.changed, self.given_up = set(), set()
                 self.desk.restart()
+
+    def visit(self, text: str, meanwhile: str, fault: Fault | None) -> None:
+        """TuneD comes, and when it goes it gives back what it found; the shadow's found and gave back the same."""
+        self.do(lambda: self.desk.apply(text, tuners=["tuned"]), fault)
+        found = self.desk.kernel.files[SWAPPINESS]
+        self.desk.kernel.files[SWAPPINESS] = "33"
+        match meanwhile:
+            case "undo":
+                self.do(lambda: by_knob(self.desk.engine.undo(tuners=["tuned"])), fault)
+            case "restart":
+                self.desk.restart()
+        self.do(lambda: self.desk.apply(text, tuners=["tuned"]), None)
+        assert self.desk.kernel.files[SWAPPINESS] == "33"
+        self.desk.kernel.files[SWAPPINESS] = found
 
     def other(self, path: str, value: str) -> None:
         try:
