@@ -17,7 +17,8 @@ from fakes.tree import machine, machine_a, make_tree, pairs
 
 from torchtuned import configfiles
 from torchtuned.cpuset import parse_list
-from torchtuned.errors import Busy, NoSuchGpu
+from torchtuned.errors import Busy, NoSuchGpu, Unreadable
+from torchtuned.gpus import Gpus, Process
 from torchtuned.host import Host
 from torchtuned.placement import request_to_json
 from torchtuned.placement.grants import Request
@@ -137,6 +138,35 @@ def test_waiting_ends_in_time(runtime: Path, gpu_host: Host, monkeypatch: pytest
         selfplace.place_self(wishes(gpus=1), pid=102, host=gpu_host)
 
 
+def test_a_gpu_on_which_somebody_computes_is_looked_at_again_and_again(
+    runtime: Path, gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def busy(gpus: Gpus) -> dict[str, tuple[Process, ...]]:
+        looks.append(len(looks))
+        users = () if len(looks) > 2 else (Process(pid=9999, memory=0),)
+        return {address: users for address in gpus.addresses()}
+
+    monkeypatch.setattr(selfplace, "RETRY_S", 0.01)
+    monkeypatch.setattr(Gpus, "busy", busy)
+    with pytest.raises(Busy):
+        selfplace.place_self(wishes(gpus=1), pid=101, host=gpu_host)
+    assert len(selfplace.place_self(wishes(gpus=1, wait=0), pid=102, host=gpu_host)["gpus"]) == 1
+    assert len(looks) == 3
+
+
+def test_a_job_inside_a_job_may_have_the_gpu_on_which_that_computes(
+    runtime: Path, gpu_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = selfplace.place_self(wishes(gpus=1), pid=101, host=gpu_host)["gpus"]
+    make_tree(gpu_host.root, process(102, parent=101))
+    monkeypatch.setattr(
+        Gpus, "busy", lambda gpus: {address: (Process(pid=101, memory=0),) for address in gpus.addresses()}
+    )
+    assert selfplace.place_self(wishes(gpus=1), pid=102, host=gpu_host)["gpus"] == outer
+
+
 def test_gpus_are_leased_and_named(runtime: Path, gpu_host: Host) -> None:
     first = selfplace.place_self(wishes(gpus=2), pid=101, host=gpu_host)
     second = selfplace.place_self(wishes(gpus=2), pid=102, host=gpu_host)
@@ -189,6 +219,20 @@ def test_the_administrators_rules_hold_here_too(runtime: Path, host: Host) -> No
 
 def test_a_configuration_with_faults_costs_a_warning(runtime: Path, host: Host) -> None:
     make_tree(host.root, {"etc/torchtuned/conf.d/x.conf": "[jobs]\nslotz = 2\n"})
+    grant = selfplace.place_self(wishes(), pid=101, host=host)
+    assert grant["cpus"] == "0-31"
+    assert "the configuration is not used" in grant["warnings"][0]
+
+
+def test_a_configuration_that_cannot_be_read_costs_a_warning(
+    runtime: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def private(path: str) -> list[str]:
+        if path == "/etc/torchtuned/conf.d":
+            raise Unreadable("permission denied", where=path)
+        return Host.list(host, path)
+
+    monkeypatch.setattr(host, "list", private)
     grant = selfplace.place_self(wishes(), pid=101, host=host)
     assert grant["cpus"] == "0-31"
     assert "the configuration is not used" in grant["warnings"][0]

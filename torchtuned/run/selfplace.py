@@ -76,24 +76,22 @@ def place_self(
         rules = replace(rules, when_full="wait")
     wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
     deadline = None if not wait else time.monotonic() + wait
-    held = _held_gpus(host, machine, request)
     apart = host.exists(f"/proc/{pid}/stat")
     while True:
+        notes: list[str] = []
         try:
-            with _table(warnings) if apart else nullcontext(_Table(-1)) as table:
+            with _table(notes) if apart else nullcontext(_Table(-1)) as table:
                 jobs = table.live(host, pid)
-                others = [job for job in jobs if job["pid"] not in _ancestors(host, pid)]
-                in_force = [grant_from_json(job["grant"]) for job in others]
-                grant = place(machine, [*in_force, held], request, rules)
+                grant = place(machine, _in_force(host, pid, machine, request, jobs), request, rules)
                 bound = apart and grant.bound and request.confine != "none"
                 if apart and not dry:
-                    table.write([*jobs, _entry(host, pid, wishes, grant, bound=bound)], warnings)
+                    table.write([*jobs, _entry(host, pid, wishes, grant, bound=bound)], notes)
             break
         except Busy:
             if wait is None or dry or (deadline is not None and time.monotonic() >= deadline):
                 raise
         time.sleep(RETRY_S)
-        warnings.clear()
+    warnings += notes
     if request.confine == "cpuset":
         warnings.append("--confine=cpuset needs torchtunedd; the job is kept on its CPUs by affinity")
     return {
@@ -139,11 +137,11 @@ def settings(host: Host, warnings: list[str]) -> Settings:
     Reading a configuration takes longer than placing, so it is done only where one of the files speaks of jobs.
     """
     found = Settings()
-    if not _speaks_of_jobs(host):
-        return found
-    from torchtuned.configfiles import read_config
-
     try:
+        if not _speaks_of_jobs(host):
+            return found
+        from torchtuned.configfiles import read_config
+
         config = read_config(host, None)
     except TorchtunedError as error:
         warnings.append(f"the configuration is not used: {str(error).splitlines()[0]}")
@@ -178,16 +176,24 @@ def _machine(host: Host, watch: Collection[tuple[str, str]], wishes: Mapping[str
     return replace(machine, gpus=tuple(gpu for gpu in machine.gpus if _reachable(host, gpu.address)))
 
 
-def _held_gpus(host: Host, machine: Topology, request: Request) -> Grant:
-    """The GPUs on which somebody computes, as a grant in force that holds nothing else. NVML is asked only for a job
-    that takes GPUs by number.
+def _in_force(
+    host: Host, pid: int, machine: Topology, request: Request, jobs: Sequence[Mapping[str, Any]]
+) -> list[Grant]:
+    """What this job must keep away from: the user's other jobs, and the GPUs on which somebody else computes.
+
+    A job inside a job does not compete with it: it may use what its ancestors have. NVML is asked only for a job that
+    takes GPUs by number.
     """
+    ancestors = _ancestors(host, pid)
+    grants = {job["pid"]: grant_from_json(job["grant"]) for job in jobs}
+    others = [grant for owner, grant in grants.items() if owner not in ancestors]
     if not isinstance(request.gpus, int) or not request.gpus or not machine.gpus:
-        return Grant(cpus=frozenset(), bound=False)
+        return others
     from torchtuned.gpus import Gpus
 
-    busy = Gpus(host).busy()
-    return Grant(cpus=frozenset(), gpus=tuple(address for address, users in busy.items() if users), bound=False)
+    inherited = {gpu for owner, grant in grants.items() if owner in ancestors for gpu in grant.gpus}
+    busy = {address for address, users in Gpus(host).busy().items() if users}
+    return [*others, Grant(cpus=frozenset(), gpus=tuple(sorted(busy - inherited)), bound=False)]
 
 
 def _reachable(host: Host, address: str) -> bool:
@@ -221,7 +227,6 @@ def _stat(host: Host, pid: int) -> tuple[int, int, str]:
 
 
 def _ancestors(host: Host, pid: int) -> set[int]:
-    """A job inside a job does not compete with it: it may use what its ancestors have."""
     found: set[int] = set()
     with suppress(HostError):
         while (pid := _stat(host, pid)[0]) > 1 and pid not in found:
