@@ -536,6 +536,9 @@ def test_a_gpu_without_known_place_binds_nothing_on_several_nodes(tmp_path: Path
     after = place(found, [grant], Request(gpus=(first,)))
     assert (format_list(after.cpus), after.shared) == ("0-7,16-23", False)
     assert place(found, [], Request(gpus=(second,), cpu_max=2)).ranks[0].omp_num_threads == 2
+    assert [rank.omp_num_threads for rank in place(found, [], Request(gpus=(first, second))).ranks] == [8, 8]
+    ranks = place(found, [], Request(gpus=(first, second), cpu_max=6)).ranks
+    assert [rank.omp_num_threads for rank in ranks] == [3, 3]
 
 
 def test_gpus_of_different_kinds_bind_nothing_unless_it_makes_no_difference(tmp_path: Path) -> None:

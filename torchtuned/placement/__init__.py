@@ -104,7 +104,8 @@ def _unbound(space: Space, wanted: Wanted) -> Grant:
     machine, request, allowed = space.machine, space.request, space.allowed
     count = request.ranks or max(1, len(wanted.gpus))
     threads = len(space.cores) // max(len(machine.gpus), count)
-    threads = max(1, min(threads, space.rules.omp_max_gpu, (request.cpu_max or threads) // count))
+    quota = threads if request.cpu_max is None else request.cpu_max // count
+    threads = max(1, min(threads, space.rules.omp_max_gpu, quota))
     nodes = _memory(machine, allowed)
     ranks = tuple(
         Rank(
