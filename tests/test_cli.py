@@ -292,6 +292,26 @@ def test_plan_is_worked_out_here(root: Path, capsys: pytest.CaptureFixture[str])
     assert (root / "proc/sys/vm/max_map_count").read_text() == "65530\n"
 
 
+def test_a_tuner_that_has_set_its_values_and_ended_is_seen_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    links = root / "run/systemd/units"
+    links.mkdir(parents=True)
+    (links / "invocation:tuned.service").symlink_to("0" * 32)
+    row = knobs(capsys, "plan", "--sysroot", str(root))["sysctl/vm.max_map_count"]
+    assert (row["outcome"], row["reason"], row["source"]) == ("foreign", "left to TuneD", "tuned.service")
+
+
+def test_why_names_a_tmpfiles_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = root / "sys/kernel/mm/transparent_hugepage"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "enabled").write_text("[always] madvise never\n")
+    (root / "etc/tmpfiles.d").mkdir()
+    (root / "etc/tmpfiles.d/a.conf").write_text("w /sys/kernel/mm/transparent_hugepage/enabled - - - - always\n")
+    (root / "etc/torchtuned/conf.d").mkdir(parents=True, exist_ok=True)
+    (root / "etc/torchtuned/conf.d/a.conf").write_text("[memory]\ntransparent_hugepage = madvise\n")
+    _, out, _ = run(capsys, "why", "transparent_hugepage", "--sysroot", str(root))
+    assert "the administrator (/etc/tmpfiles.d/a.conf:1)" in " ".join(out.split())
+
+
 def test_verify_tells_what_is_not_in_force(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, _ = run(capsys, "verify", "--sysroot", str(root))
     assert status == 1

@@ -236,14 +236,17 @@ def why(args: argparse.Namespace) -> int:
     for name, alike in render.gather(chosen) if not args.json else [(row["knob"], [row]) for row in chosen]:
         first = alike[0]["knob"]
         wish = next((wish for wish in reversed(merged.wishes) if fnmatchcase(first, wish.knob)), None)
-        owner = owners.owner(first)
+        owner, said = owners.owner(first), alike[0]
+        others = f"{owner.name} ({owner.source})" if owner else ""
+        if not others and said["outcome"] == "foreign":  # a file of /sys has its own owners, which verify knows
+            others = f"{said['reason'].removeprefix('set by ')} ({said['source']})"
         answers.append(
             _Answer(
                 name=name,
                 row=alike[0],
                 wish=wish,
                 entry=ledger.entries.get(first),
-                owner=f"{owner.name} ({owner.source})" if owner else "",
+                owner=others,
                 mentions=_mentions(owners, first),
                 comment=comment_of(host, wish.source if wish else alike[0]["source"]),
             )

@@ -7,6 +7,7 @@ works from the ledger that the daemon left; the others need it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client, has_systemd
 from torchtuned.configfiles import read_config
 from torchtuned.engine import NOT_IN_FORCE, Engine
-from torchtuned.errors import DaemonUnreachable, Failed, NotAuthorized
+from torchtuned.errors import DaemonUnreachable, Failed, HostError, NotAuthorized
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Row
@@ -30,6 +31,7 @@ CHANGE_S = 120.0  # several knobs may each take their 5 s before they are given 
 LOOK_S = 10.0
 AMISS = ("drifted", "denied", "failed")  # outcomes that want a look; the others are as they should be
 SERVICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice")  # cgroup v2, v1
+INVOCATIONS = "/run/systemd/units/invocation"  # a link for each unit that is not inactive
 COLUMNS = ("knob", "current", "wanted", "outcome", "reason", "source")
 
 
@@ -149,8 +151,16 @@ def local_ledger(host: Host) -> Ledger:
 
 
 def tuners_of(host: Host) -> list[str]:
-    """The other tuners that run, as far as their cgroups tell; the daemon asks PID 1."""
-    return [unit for unit in UNITS if any(host.exists(f"{folder}/{unit}") for folder in SERVICES)]
+    """The other tuners that run, by what PID 1 leaves in files; the daemon asks it."""
+    return [unit for unit in UNITS if _runs(host, unit)]
+
+
+def _runs(host: Host, unit: str) -> bool:
+    """One that sets its values and ends, such as TLP, is active all the same, but has no cgroup any more."""
+    with contextlib.suppress(HostError):
+        host.link(f"{INVOCATIONS}:{unit}")
+        return True
+    return any(host.exists(f"{folder}/{unit}") for folder in SERVICES)
 
 
 def row_document(row: Row) -> render.Row:
