@@ -101,6 +101,9 @@ def test_tt001_nouveau(make: Make) -> None:
     assert (finding.severity, finding.action) == (Severity.ERROR, Action.ASK)
     assert A in finding.evidence
     assert "nouveau" in finding.evidence
+    assert finding.fix.startswith("sudo apt install nvidia-driver")
+    (fake.root / DEVICES / A / "device").write_text("0x2b85\n")  # no driver of Debian's knows this one
+    assert "sudo apt install nvidia-open" in only(fake, "TT001").fix
 
 
 def test_tt001_no_driver_at_all(make: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from torchtuned.checks.driver import BLACKWELL, FROM_NVIDIA, KNOWS_BLACKWELL
 from torchtuned.checks.files import environment, module_option, process_name, size
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.checks.xid import kernel_lines
@@ -12,8 +13,6 @@ from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity, about_gpu
 
 HELD = 1 << 30  # bytes; a driver alone holds less, a display server seldom more
-BLACKWELL = 0x2900  # device ids from here on are Blackwell and later, which only the open module runs
-KNOWS_BLACKWELL = 570
 OPEN = "Open Kernel Module"
 PROFILERS = (
     "/usr/bin/nsys",
@@ -153,10 +152,7 @@ def _open_module(version: str) -> str:
     numbers = re.findall(r"\b(\d{3,})\.\d+", version)
     if numbers and int(numbers[0]) >= KNOWS_BLACKWELL:
         return "the open module of the same driver: sudo apt install nvidia-open (NVIDIA's repository); sudo reboot"
-    return (
-        f"a driver of {KNOWS_BLACKWELL} or newer with the open module, which Debian 12 and 13 do not have:"
-        " sudo apt install nvidia-open (NVIDIA's repository); sudo reboot"
-    )
+    return FROM_NVIDIA
 
 
 @rule(

@@ -21,6 +21,12 @@ LIBRARY_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu/nvidia/current",
     "/usr/lib/aarch64-linux-gnu/nvidia/current",
 )
+BLACKWELL = 0x2900  # device ids from here on are Blackwell and later, which only the open module runs
+KNOWS_BLACKWELL = 570
+FROM_NVIDIA = (
+    f"a driver of {KNOWS_BLACKWELL} or newer with the open module, which Debian 12 and 13 do not have: sudo apt install"
+    " nvidia-open (NVIDIA's repository); sudo reboot"
+)
 MODULE_FOLDERS = ("updates/dkms", "updates", "extra", "extra/nvidia", "weak-updates", "kernel/drivers/video")
 # Debian's is nvidia-current.ko (also -current-open, -tesla-470, -legacy-390xx), NVIDIA's own nvidia.ko
 MODULE = re.compile(r"nvidia(?:-(?!.*(?:uvm|drm|modeset|peermem|fs|vfio)\b)[\w-]+)?\.ko(?:\.(?:xz|zst|gz))?")
@@ -45,6 +51,8 @@ def bound(machine: Machine) -> Iterator[Seen | Unseen]:
         if card.driver:
             evidence = f"{card.address} ({card.device}) is bound to {card.driver}"
             fix = "sudo apt install nvidia-driver (contrib non-free non-free-firmware in apt's sources); sudo reboot"
+            if int(card.device, 16) >= BLACKWELL:
+                fix = FROM_NVIDIA
         elif loaded:
             evidence = f"{card.address} ({card.device}) is bound to no driver, though the nvidia module is loaded"
             fix = (

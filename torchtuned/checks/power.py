@@ -41,13 +41,15 @@ def governor(machine: Machine) -> Iterator[Seen | Unseen]:
         elif most and best and most < 0.8 * best:
             slow.setdefault(f"scaling_max_freq {most // 1000} of {best // 1000} MHz", []).append(policy)
     for what, where in slow.items():
+        by_governor, which = what.startswith("governor"), _cpus_of(machine, where)
+        raised = f"sudo cpupower -c {format_list(which)} frequency-set -u {what.split()[-2]}MHz"
         yield Seen(
             evidence=f"{CPUFREQ}/policy{_numbers(where)}: {what}",
             fix="governor = performance|schedutil under [cpu] (profile training does it)"
-            if what.startswith("governor")
-            else f"unless somebody wants it: sudo cpupower frequency-set -u {what.split()[-2]}MHz (linux-cpupower)",
-            action=None if what.startswith("governor") else Action.ASK,
-            about=(_cpus_of(machine, where),),
+            if by_governor
+            else f"unless somebody wants it: {raised} (package linux-cpupower)",
+            action=None if by_governor else Action.ASK,
+            about=(about_cpus(which),),
         )
 
 
@@ -72,17 +74,17 @@ def preference(machine: Machine) -> Iterator[Seen | Unseen]:
         yield Seen(
             evidence=f"{CPUFREQ}/policy{_numbers(where)}/{EPP} is {value}",
             fix="energy_performance_preference = performance|balance_performance under [cpu] (profile training)",
-            about=(_cpus_of(machine, where),),
+            about=(about_cpus(_cpus_of(machine, where)),),
         )
 
 
-def _cpus_of(machine: Machine, where: list[str]) -> str:
-    """The CPUs of some cpufreq policies, as what a finding is about."""
+def _cpus_of(machine: Machine, where: list[str]) -> frozenset[int]:
+    """The CPUs of some cpufreq policies."""
     found: set[int] = set()
     for policy in where:
         names = machine.text(f"{CPUFREQ}/{policy}/affected_cpus") or policy.removeprefix("policy")
         found |= {int(name) for name in names.split() if name.isdecimal()}
-    return about_cpus(frozenset(found))
+    return frozenset(found)
 
 
 def _numbers(where: list[str]) -> str:
