@@ -77,6 +77,7 @@ FAULTS: dict[str, list[dict[str, str]]] = {
         {"setup": "net = nn.DataParallel(Net())"},
         {"setup": "from torch.nn.parallel import DataParallel as DP\nnet = DP(Net()).cuda()"},
         {"setup": "def build(args):\n    if args.many:\n        return torch.nn.DataParallel(Net())"},
+        {"setup": "net = nn.DataParallel(Net(), device_ids=[0, 1])"},
     ],
     "TL005": [
         {"setup": "scaler = torch.cuda.amp.GradScaler()"},
@@ -89,6 +90,10 @@ FAULTS: dict[str, list[dict[str, str]]] = {
         {
             "setup": "scaler = torch.amp.GradScaler('cuda')",
             "step": "with torch.autocast('cuda', dtype=torch.bfloat16):\n    pass",
+        },
+        {
+            "setup": "scaler = torch.amp.GradScaler('cuda')",
+            "step": "with torch.amp.autocast('cuda', torch.bfloat16):\n    pass",
         },
     ],
     "TL007": [
@@ -105,6 +110,8 @@ FAULTS: dict[str, list[dict[str, str]]] = {
     "TL008": [
         {"step": "outputs.append(output.detach().cpu())"},
         {"step": "outputs.append(output.to('cpu'))"},
+        {"step": "outputs.append(output.to(torch.device('cpu')))"},
+        {"setup": "HOST = 'cpu'", "step": "outputs.append(output.to(device=HOST))"},
         {"step": "outputs.append(output.cpu().numpy())"},
     ],
     "TL009": [{"step": "values = loss.detach().numpy()"}, {"step": "values = output.argmax(1).tolist()"}],
@@ -131,14 +138,20 @@ FAULTS: dict[str, list[dict[str, str]]] = {
         {"after": "with torch.profiler.profile():\n    train(1, 2, 3, 4, 5, 6, 7)"},
         {"after": "with torch.autograd.profiler.profile(use_cuda=True) as prof:\n    train(1, 2, 3, 4, 5, 6, 7)"},
         {"setup": "import pytorch_lightning as pl\ntrainer = pl.Trainer(profiler='pytorch')"},
+        {"after": "p = torch.profiler.profile()\np.start()\ntrain(1, 2, 3, 4, 5, 6, 7)\np.stop()"},
     ],
     "TL014": [
         {"setup": "import os\nos.environ['CUDA_LAUNCH_BLOCKING'] = '1'"},
         {"setup": "from os import environ\nenviron.setdefault('CUDA_LAUNCH_BLOCKING', '1')"},
+        {"setup": "import os\nos.environ['CUDA_LAUNCH_BLOCKING'] = str(1)"},
+        {"setup": "import os\nos.environ.update({'CUDA_LAUNCH_BLOCKING': '1'})"},
+        {"setup": "import os\nos.environ.update(A='2', CUDA_LAUNCH_BLOCKING='1')"},
     ],
     "TL015": [
         {"step": "torch.cuda.empty_cache()"},
         {"after": "for x in val_loader:\n    torch.cuda.empty_cache()"},
+        {"step": "if torch.cuda.is_available():\n    torch.cuda.empty_cache()"},
+        {"setup": "def free():\n    torch.cuda.empty_cache()", "step": "free()"},
     ],
     "TL016": [{"step": "optimizer.zero_grad(set_to_none=False)"}, {"step": "optimizer.zero_grad(False)"}],
     "TL017": [
@@ -146,12 +159,20 @@ FAULTS: dict[str, list[dict[str, str]]] = {
         {"step": "total += loss * x.size(0)"},
         {"step": "losses.append(loss)"},
         {"step": "total += loss / 4"},
+        {"step": "total = total + loss"},
+        {
+            "setup": "seen = {'loss': [], 'right': []}\nfor x in loader:\n    loss = net(x)\n    loss.backward()\n"
+            "    seen['loss'].append(loss)"
+        },
     ],
     "TL018": [
         {"step": "noise = torch.randn(4, 4).to(device)"},
         {"step": "noise = torch.zeros(4, 4).cuda()"},
         {"step": "noise = torch.ones(x.shape).to(x.device)"},
         {"step": "noise = torch.arange(4).to('cuda:0')"},
+        {"step": "t = torch.randint(0, 9, (4,)).long().to(device)"},
+        {"step": "noise = torch.randn(4)\nnoise = noise.to(device)"},
+        {"setup": "WHERE = 'cuda' if torch.cuda.is_available() else 'cpu'", "step": "x = torch.ones(4).to(WHERE)"},
         {"setup": "class Net(nn.Module):\n    def forward(self, x):\n        return x + torch.rand(4).to(x.device)"},
     ],
     "TL019": [
@@ -161,6 +182,9 @@ FAULTS: dict[str, list[dict[str, str]]] = {
         },
         {"after": "def evaluate(model, val_loader):\n    for x in val_loader:\n        total += model(x)"},
         {"after": "model.eval()\ntotal = 0\nfor x in val_loader:\n    total += model.forward(x)"},
+        {"after": "model.train(False)\nfor x in val_loader:\n    model(x)"},
+        {"after": "model.eval()\nwith tqdm(val_loader) as bar:\n    for x in bar:\n        model(x)"},
+        {"after": "def validate(net, val_loader):\n    for x in val_loader:\n        net(x)"},
         {
             "after": """
             class Runner:
@@ -192,15 +216,41 @@ FAULTS: dict[str, list[dict[str, str]]] = {
                     optimizer.step()
             """,
         },
+        {
+            "setup": "net = nn.parallel.DistributedDataParallel(Net())",
+            "after": """
+            for i, x in enumerate(loader):
+                net(x).backward()
+                last = (i + 1) % 4 == 0
+                if last:
+                    optimizer.step()
+            """,
+        },
+        {
+            "setup": "net = nn.parallel.DistributedDataParallel(Net())",
+            "after": """
+            for step in range(1000):
+                for part in range(4):
+                    net(next(batches)).backward()
+                optimizer.step()
+            """,
+        },
     ],
     "TL101": [{}],
-    "TL102": [{"setup": "optimizer = torch.optim.Adam(p, weight_decay=1e-4)"}],
+    "TL102": [
+        {"setup": "optimizer = torch.optim.Adam(p, weight_decay=1e-4)"},
+        {"setup": "optimizer = torch.optim.Adam(p, 1e-3, (0.9, 0.99), 1e-8, 0.01)"},
+    ],
     "TL103": [{"setup": "from torch import optim\noptimizer = optim.AdamW(p, lr=1e-3)"}],
-    "TL104": [{"setup": "net = nn.Conv2d(3, 8, 3)"}],
+    "TL104": [
+        {"setup": "net = nn.Conv2d(3, 8, 3)"},
+        {"setup": "from torchvision.models import resnet18\nnet = resnet18()"},
+    ],
     "TL105": [{}],
     "TL106": [
         {"setup": "batch_size = 2  # more does not fit on my card"},
         {"after": "try:\n    train()\nexcept torch.cuda.OutOfMemoryError:\n    pass"},
+        {"after": "try:\n    train()\nexcept RuntimeError as e:\n    if 'out of memory' in str(e):\n        pass"},
     ],
     "TL107": [{"setup": "optimizer = torch.optim.SGD(p, lr=1e-3)"}],
 }
@@ -236,6 +286,8 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
             "check(net, torch.utils.data.TensorDataset(a))"
         },
         {"after": "def predict(x):\n    return [net(y) for y in DataLoader(Pictures(x))]"},
+        {"after": "def fit(data):\n    loader = DataLoader(data, 4)"},
+        {"setup": "few = DataLoader(Pictures())\nfor epoch in range(3):\n    x = next(iter(few))"},
     ],
     "TL002": [
         {"setup": LOADER.format(", num_workers=4, pin_memory=True")},
@@ -258,6 +310,8 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"setup": "plain = net.module if isinstance(net, nn.DataParallel) else net"},
         {"setup": "class DataParallel:\n    pass\nnet = DataParallel()"},
         {"after": "def predict(net):\n    return nn.DataParallel(net)"},
+        {"setup": "net = nn.DataParallel(Net(), device_ids=[args.gpu])"},
+        {"setup": "count = 1\nnet = nn.DataParallel(Net(), list(range(count)))"},
         {"after": "def wrap(net, how):\n    if how == 'dp':\n        return nn.DataParallel(net)"},
     ],
     "TL005": [
@@ -326,6 +380,8 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"after": "with torch.autograd.profiler.profile(enabled=args.profile):\n    train(1, 2, 3, 4, 5, 6, 7)"},
         {"after": "if args.profile:\n    with torch.profiler.profile():\n        train(1, 2, 3, 4, 5, 6, 7)"},
         {"after": "with torch.profiler.profile():\n    model(x)"},
+        {"after": "p = torch.profiler.profile()\np.start()\nmodel(x)\np.stop()"},
+        {"after": "p = torch.profiler.profile(schedule=s)\np.start()\ntrain(1, 2, 3, 4, 5, 6, 7)"},
     ],
     "TL014": [
         {"setup": "import os\nos.environ['CUDA_LAUNCH_BLOCKING'] = '0'"},
@@ -336,6 +392,8 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"after": "torch.cuda.empty_cache()"},
         {"step": "try:\n    pass\nexcept RuntimeError:\n    torch.cuda.empty_cache()"},
         {"after": "for name in names:\n    torch.cuda.empty_cache()"},
+        {"setup": "def free():\n    torch.cuda.empty_cache()", "step": "if i % 100 == 0:\n    free()"},
+        {"setup": "def free():\n    torch.cuda.empty_cache()", "after": "free()"},
     ],
     "TL016": [{"step": "optimizer.zero_grad(set_to_none=True)"}, {"step": "optimizer.zero_grad(set_to_none=keep)"}],
     "TL017": [
@@ -353,6 +411,8 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"step": "noise = torch.zeros(4).to('cpu')"},
         {"step": "value = torch.from_numpy(a).to(device)"},
         {"setup": "fixed = torch.randn(4).to(device)"},
+        {"step": "mask = torch.zeros(4)\nmask[0] = 1\nmask = mask.to(device)"},
+        {"after": "for epoch in range(9):\n    for _ in range(25):\n        draw(torch.randn(4).to(device))"},
         {
             "setup": "class Net(nn.Module):\n    def __init__(self):\n        for i in range(3):\n"
             "            self.width = build(i)(torch.randn(4).to(device)).shape"
@@ -377,6 +437,7 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
         {"after": "model.eval()\nfor x in val_loader:\n    model(x).sum().backward()"},
         {"after": "def evaluate(model, names):\n    for name in names:\n        model(name)"},
         {"after": "teacher.eval()\nfor x in loader:\n    student(x)"},
+        {"after": "model.eval()\nfreeze = torch.no_grad()\nwith freeze:\n    for x in val_loader:\n        model(x)"},
         {
             "after": "import lightning as L\nclass Lit(L.LightningModule):\n"
             "    def check(self):\n        self.net.eval()\n"
@@ -426,9 +487,14 @@ NEAR_MISSES: dict[str, list[dict[str, str]]] = {
     "TL104": [
         {"setup": "net = nn.Conv2d(3, 8, 3)\ntorch.backends.cudnn.benchmark = True"},
         {"setup": "from torch.backends import cudnn\nnet = nn.Conv2d(3, 8, 3)\ncudnn.deterministic = True"},
+        {"setup": "from torchtuned.torch import tune\ntune(cudnn_benchmark=True)\nnet = nn.Conv2d(3, 8, 3)"},
     ],
-    "TL105": [{"setup": "net = torch.compile(Net())"}],
-    "TL106": [{"setup": "# the batch fits"}, {"setup": "# OOM above 8\naccumulation_steps = 4"}],
+    "TL105": [{"setup": "net = torch.compile(Net())"}, {"setup": "net = Net()\nnet.compile()"}],
+    "TL106": [
+        {"setup": "# the title does not fit on the page"},
+        {"setup": "# the batch fits"},
+        {"setup": "# OOM above 8\naccumulation_steps = 4"},
+    ],
     "TL107": [{"setup": "optimizer = torch.optim.SGD(p)\nscheduler = make(optimizer)"}],
 }
 
@@ -486,6 +552,9 @@ for epoch in range(200):
 """
     assert codes(tmp_path, text) == []
     assert codes(tmp_path, text.replace("epoch", "batch")) == ["TL010"]
+    assert codes(tmp_path, text.replace("epoch in range(200)", "e in range(1, num_epochs + 1)")) == []
+    assert codes(tmp_path, text.replace("epoch in range(200)", "e in range(steps_per_epoch)")) == ["TL010"]
+    assert codes(tmp_path, text.replace("epoch in range(200)", "e in tqdm(data, desc=f'Epoch {epoch}')")) == ["TL010"]
 
 
 def test_a_step_in_a_function_of_its_own(tmp_path: Path) -> None:
@@ -503,6 +572,40 @@ class Trainer:
 """
     assert codes(tmp_path, text) == ["TL007"]
     assert codes(tmp_path, text.replace("for batch in self.loader:", "if True:")) == []
+
+
+def test_what_computes_the_loss_runs_in_every_step_too(tmp_path: Path) -> None:
+    text = """
+import torch
+def losses(model, x, seen):
+    value = model(x)
+    size = torch.ones(3).sum()
+    seen.append(value.item())
+    return size.item(), value
+for x in loader:
+    size, loss = losses(model, x.cuda(), [])
+    loss.backward()
+"""
+    assert codes(tmp_path, text) == ["TL007"]  # `size` is a number's worth on the CPU, `value` is the loss
+    assert codes(tmp_path, text.replace("loss.backward()", "other.backward()")) == []
+
+
+@pytest.mark.parametrize(
+    "call", ["loss, figures = self.both(batch, 'train')\n        return loss", "return self.both(batch)"]
+)
+def test_lightning_s_steps_often_share_one_function(tmp_path: Path, call: str) -> None:
+    kept = "loss, {}" if "figures" in call else "loss"
+    text = f"""
+import lightning as L
+class Lit(L.LightningModule):
+    def training_step(self, batch, index):
+        {call}
+    def both(self, batch, name="train"):
+        loss = self.net(batch)
+        self.figures[name] = loss.detach().cpu()
+        return {kept}
+"""
+    assert codes(tmp_path, text) == ["TL008"]
 
 
 @pytest.mark.parametrize("base", ["lightning", "pytorch_lightning"])

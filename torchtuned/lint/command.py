@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -70,7 +71,11 @@ def run(args: argparse.Namespace) -> int:
     if missing:
         print(f"torchtuned lint: {missing[0]}: no such file or folder", file=sys.stderr)
         return 2
-    result = lint([Path(path) for path in args.paths], hinted=args.hints)
+    gc.disable()  # trees are many small objects that all live to the end: collecting takes a fifth of the time
+    try:
+        result = lint([Path(path) for path in args.paths], hinted=args.hints)
+    finally:
+        gc.enable()
     print(as_json(result) if args.json else as_text(result))
     return 1 if result.findings or result.errors else 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from .names import Module, Symbol, bases
 
@@ -19,8 +19,9 @@ _ENVIRONMENTS = frozenset(
 )
 _SHARDED = frozenset({"deepspeed", "fairscale", "colossalai", "megatron", "torch_xla"})
 _OWN_LOOPS = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "lightning.pytorch.Trainer", "lightning.Trainer")
+_EPOCH = re.compile(r"epoch|(^|_)eps?$", re.IGNORECASE)
 _LOSS_SCALER = re.compile(r"(^|_)(loss|grad)_?scaler$", re.IGNORECASE)
-_DEVICE = re.compile(r"device|cuda|gpu|(local_)?rank$", re.IGNORECASE)
+_DEVICE = re.compile(r"device|cuda|gpu|(local_)?rank$|(^|_)dev$", re.IGNORECASE)
 _NO_GPU_NEEDED = frozenset({"manual_seed", "manual_seed_all", "seed", "is_available", "get_rng_state", "set_rng_state"})
 _ASKS_FOR_GPU = frozenset({"is_available"})
 _LOW_PRECISION = frozenset(
@@ -48,13 +49,11 @@ class Facts:
     compiled: bool = False
     scheduled: bool = False
     benchmark: bool = False
-    convolutions: bool = False
     accumulates: bool = False
     graph_safe: bool = field(default=False)  # deterministic runs were asked for
 
     def join(self, other: Facts) -> None:
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) or getattr(other, item.name))
+        vars(self).update({name: True for name, known in vars(other).items() if known})
 
     @property
     def on_gpu(self) -> bool:
@@ -68,24 +67,34 @@ def collect(module: Module) -> Facts:
         top = what.module.split(".")[0] if not what.level else ""
         facts.environment |= top in _ENVIRONMENTS
         facts.sharded |= top in _SHARDED or "fsdp" in f"{what.module}.{what.name}".lower()
+    named: set[str] = set()
+    texts: set[str] = set()
     for node in module.source.nodes:
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Name):
+            named.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            named.add(node.attr)
+            _from_attribute(facts, module, node)
+        elif isinstance(node, ast.Call):
             _from_call(facts, module, node)
-        elif isinstance(node, ast.Attribute | ast.Name):
-            _from_name(facts, module, node)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            _from_text(facts, module, node)
-        elif isinstance(node, ast.keyword | ast.arg) and node.arg:
-            _from_word(facts, node.arg)
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str):
+                texts.add(node.value)
+        elif isinstance(node, ast.keyword | ast.arg):
+            named.add(node.arg or "")
         elif isinstance(node, ast.ClassDef):
             if is_lightning(module, node):
                 facts.lightning = facts.gpu = facts.epochs = True
                 facts.trains |= any(isinstance(s, ast.FunctionDef) and s.name == "training_step" for s in node.body)
         elif isinstance(node, ast.For | ast.While):
             about = [node.target, node.iter] if isinstance(node, ast.For) else [node.test]
-            facts.epochs |= any("epoch" in word.lower() for part in about for word in words(part))
+            facts.epochs |= any(_EPOCH.search(word) for part in about for word in words(part))
         elif isinstance(node, ast.Assign):
             _from_assign(facts, module, node)
+    for name in named:  # each word once: a large file repeats few of them often
+        _from_word(facts, name)
+    for text in texts:
+        _from_text(facts, text)
     return facts
 
 
@@ -103,26 +112,27 @@ def _from_call(facts: Facts, module: Module, node: ast.Call) -> None:
         facts.own_loop = facts.trains = facts.gpu = facts.epochs = True
     elif dotted in ("torch.nn.parallel.DistributedDataParallel", "torch.nn.DistributedDataParallel"):
         facts.ddp = True
-    elif dotted == "torch.compile" or dotted == "torch.jit.script":
+    elif dotted in ("torch.compile", "torch.jit.script") or (name == "compile" and not node.args and not dotted):
         facts.compiled = True
     elif name in ("no_sync", "no_backward_sync", "accumulate"):
         facts.no_sync = True
     if name == "cuda" and isinstance(node.func, ast.Attribute) and not dotted:
         facts.gpu = True
-    elif name == "to" and isinstance(node.func, ast.Attribute) and names_device(node):
+    elif name == "to" and isinstance(node.func, ast.Attribute) and names_device(module, node):
         facts.moves = True
     facts.trains |= is_backward(module, node)
-    facts.convolutions |= bool(re.fullmatch(r"torch\.nn\.(Lazy)?Conv(Transpose)?[123]d", dotted))
 
 
-def _from_name(facts: Facts, module: Module, node: ast.Attribute | ast.Name) -> None:
-    name = node.attr if isinstance(node, ast.Attribute) else node.id
-    _from_word(facts, name)
-    if isinstance(node, ast.Attribute):
-        facts.compiled |= name == "compile" and isinstance(node.value, ast.Name) and node.value.id == "torch"
-        dotted = module.dotted(node)
-        if dotted.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.")):
-            facts.gpu |= dotted.split(".")[2] not in _NO_GPU_NEEDED - _ASKS_FOR_GPU
+def _from_attribute(facts: Facts, module: Module, node: ast.Attribute) -> None:
+    holder = node.value
+    if isinstance(holder, ast.Attribute) and holder.attr not in ("cuda", "accelerator", "xpu"):
+        return
+    if not isinstance(holder, ast.Name | ast.Attribute) or last_word(holder) == "self":
+        return
+    dotted = module.dotted(node)
+    facts.compiled |= dotted == "torch.compile"
+    if dotted.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.")):
+        facts.gpu |= dotted.split(".")[2] not in _NO_GPU_NEEDED - _ASKS_FOR_GPU
 
 
 def _from_word(facts: Facts, name: str) -> None:
@@ -137,10 +147,10 @@ def _from_word(facts: Facts, name: str) -> None:
     facts.no_sync |= name == "require_backward_grad_sync"
     facts.graph_safe |= name in ("use_deterministic_algorithms", "seed_everything")
     facts.compiled |= name == "compile_model"
+    facts.benchmark |= name == "cudnn_benchmark"
 
 
-def _from_text(facts: Facts, module: Module, node: ast.Constant) -> None:
-    text = str(node.value)
+def _from_text(facts: Facts, text: str) -> None:
     if text in ("cuda", "gpu", "xpu", "npu") or text.startswith("cuda:"):
         facts.gpu = True
     elif text == "cpu":
@@ -200,16 +210,33 @@ def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def names_device(call: ast.Call) -> bool:
+def names_device(module: Module, call: ast.Call) -> bool:
     """Whether `.to(…)` is about a device other than the CPU (and not about a dtype or another tensor)."""
-    device = keyword(call, "device") or (call.args[0] if call.args else None)
-    if device is None:
-        return False
-    text = constant(device)
-    if text is not None:
-        return isinstance(text, str) and text.startswith(("cuda", "xpu", "npu"))
+    device = _device(call)
+    if isinstance(device, ast.Name | ast.Attribute) and _DEVICE.search(last_word(device)):
+        return not names_cpu(module, call)
+    return _is_gpu(module.value(device))
+
+
+def names_cpu(module: Module, call: ast.Call) -> bool:
+    """Whether `.to(…)` names the CPU: "cpu" or torch.device("cpu")."""
+    device = module.value(_device(call))
+    if isinstance(device, ast.Call) and last_word(device.func) == "device" and device.args:
+        device = device.args[0]
+    return isinstance(device, ast.AST) and constant(device) == "cpu"
+
+
+def _device(call: ast.Call) -> ast.expr | None:
+    return keyword(call, "device") or (call.args[0] if call.args else None)
+
+
+def _is_gpu(device: object) -> bool:
+    if isinstance(device, ast.Constant):
+        return isinstance(device.value, str) and device.value.startswith(("cuda", "xpu", "npu"))
     if isinstance(device, ast.JoinedStr):
         return bool(device.values) and str(constant(device.values[0])).startswith("cuda")
+    if isinstance(device, ast.IfExp):  # "cuda" if torch.cuda.is_available() else "cpu"
+        return _is_gpu(device.body) or _is_gpu(device.orelse)
     if isinstance(device, ast.Call):
         return last_word(device.func) == "device" and bool(device.args) and constant(device.args[0]) != "cpu"
-    return isinstance(device, ast.Name | ast.Attribute) and bool(_DEVICE.search(last_word(device)))
+    return False

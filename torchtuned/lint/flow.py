@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 
-from .facts import constant, is_backward, names_device
+from .facts import constant, is_backward, names_cpu, names_device
 from .names import Function, Module
-from .program import Loop, Step, holds_step, skips_rest, steady
+from .program import Loop, Step, called, holds_step, skips_rest, steady
 
 NO, MAYBE, SURE = 0, 1, 2
 # Tensor methods and attributes whose result is not a tensor on the GPU
@@ -39,7 +39,7 @@ def key(node: ast.AST) -> str:
     return ""
 
 
-def _models(module: Module) -> frozenset[str]:
+def models(module: Module) -> frozenset[str]:
     """Names that are treated as models: put into a mode, asked for parameters, or called what everybody calls them."""
     found = {"model", "net", "self.model", "self.net"}
     for node in module.source.nodes:
@@ -64,6 +64,35 @@ def _holds_loss(module: Module, node: ast.expr) -> bool:
     return "loss" in key(node).lower() or "err" in key(node).lower()
 
 
+def helpers(step: Step) -> Iterator[Step]:
+    """The project's functions that compute the step's loss: what stands in them runs in every step as well."""
+    losses = Flow(step).losses
+    lightning = getattr(step.owner, "name", "") == "training_step"
+    for node in (node for statement in step.body for node in ast.walk(statement)):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            call, target = node.value, node.targets[0]
+        elif lightning and isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
+            call, target = node.value, None
+        else:
+            continue
+        function = called(step.module, call)
+        if function is not None and isinstance(function.node, ast.FunctionDef):
+            returned = _returned_losses(function.node, target, losses)
+            if returned:
+                yield Step(function.module, function.node, function.node.body, None, step.whole_epochs, returned)
+
+
+def _returned_losses(function: ast.FunctionDef, target: ast.expr | None, losses: frozenset[str]) -> frozenset[str]:
+    """The names in which a function returns what its caller calls the loss (target None: all that it returns)."""
+    found: set[str] = set()
+    for value in (node.value for node in ast.walk(function) if isinstance(node, ast.Return)):
+        if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
+            found |= {key(one) for one, to in zip(value.elts, target.elts, strict=False) if key(to) in losses}
+        elif value is not None and (target is None or key(target) in losses):
+            found.add(key(value))
+    return frozenset(found - {""})
+
+
 class Flow:
     """Walks the function that a step belongs to and calls `visit(expression, grade lookup)` for code of every step."""
 
@@ -72,12 +101,12 @@ class Flow:
         self.state: dict[str, int] = {}
         owner = step.owner
         self.body: list[ast.stmt] = getattr(owner, "body", []) if not isinstance(owner, ast.Lambda) else []
-        self.losses = self._losses()
+        self.losses = self._losses() | step.losses
         if isinstance(owner, ast.FunctionDef) and owner.name == "training_step":
             self.losses |= {key(node.value) for node in ast.walk(owner) if isinstance(node, ast.Return) and node.value}
             self.losses -= {""}
             self.state = {argument.arg: MAYBE for argument in owner.args.args[1:2]}
-        self.models = _models(step.module)
+        self.models = models(step.module)
         self.seeds = self._slice()
         self.visit: Callable[[ast.stmt | ast.expr], None] | None = None
 
@@ -140,7 +169,7 @@ class Flow:
             self._block(self.step.body)
             return
         before = [s for s in self.body if s.lineno < getattr(loop, "lineno", 0)]
-        self._block([s for s in before if not any(node is loop for node in ast.walk(s))])
+        self._block([s for s in before if (s.end_lineno or s.lineno) < getattr(loop, "lineno", 0)])
         self._block(self.step.body)  # once for the state that the loop itself makes
         self.visit = visit
         self._block(self.step.body)
@@ -321,9 +350,9 @@ class Flow:
             if function.attr in _LEAVES:
                 return NO
             if function.attr in ("to", "cuda"):
-                if function.attr == "cuda" or names_device(node):
+                if function.attr == "cuda" or names_device(self.module, node):
                     return MAYBE
-                return NO if constant(node.args[0] if node.args else None) == "cpu" else self.grade(function.value)
+                return NO if names_cpu(self.module, node) else self.grade(function.value)
             receiver = self.grade(function.value)
             if receiver:
                 return receiver if not isinstance(function.value, ast.Subscript) else MAYBE

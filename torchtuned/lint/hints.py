@@ -13,9 +13,11 @@ from .rules import Finding, finding
 
 _OPTIMIZERS = re.compile(r"torch\.optim\.(adam\.|adamw\.|sgd\.)?(Adam|AdamW|SGD)$")
 _ANY_OPTIMIZER = re.compile(r"torch\.optim\.(\w+\.)?[A-Z]\w+$")
+_CONVOLUTION = re.compile(r"torch\.nn\.Conv[123]d$|torchvision\.models\.\w*(net|inception|vgg)\w*$", re.IGNORECASE)
 _TOO_LARGE = re.compile(
-    r"out of (gpu |cuda )?memory|\bOOM\b|(does ?n.t|does not|won.t|can ?not|can.t) fit|"
-    r"(reduce|lower|decrease|smaller) (the )?batch",
+    r"out of (gpu |cuda )?memory|\bOOM\b|(reduce|lower|decrease|smaller) (the )?batch|"
+    r"(does ?n.t|does not|won.t|can ?not|can.t) fit\b.*\b(gpu|memory|v?ram|card|batch)|"
+    r"\b(gpu|memory|v?ram|card|batch)\b.*(does ?n.t|does not|won.t|can ?not|can.t) fit",
     re.IGNORECASE,
 )
 
@@ -24,7 +26,7 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
     facts = program.facts(module)
     if not facts.trains:
         return
-    calls = [node for node in module.source.nodes if isinstance(node, ast.Call)]
+    calls = module.source.calls
     backward = next((node for node in calls if is_backward(module, node)), None)
     frameworks = facts.lightning or facts.accelerate or facts.own_loop
     if backward is not None and facts.on_gpu and not frameworks:
@@ -36,7 +38,7 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
     first = next((node for node in calls if _ANY_OPTIMIZER.match(module.dotted(node.func))), None)
     if first is not None and not facts.scheduled:
         yield finding(module.source, first, "TL107", "the learning rate stays as it is")
-    convolution = next((n for n in calls if re.match(r"torch\.nn\.Conv[123]d$", module.dotted(n.func))), None)
+    convolution = next((n for n in calls if _CONVOLUTION.match(module.dotted(n.func))), None)
     if (
         convolution is not None
         and facts.on_gpu
@@ -49,22 +51,28 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
         yield _too_large(module)
 
 
-def _optimizers(module: Module, calls: list[ast.Call], *, on_gpu: bool) -> Iterator[Finding | None]:
+def _optimizers(module: Module, calls: tuple[ast.Call, ...], *, on_gpu: bool) -> Iterator[Finding | None]:
     for node in calls:
         match = _OPTIMIZERS.match(module.dotted(node.func))
         if not match or any(item.arg is None for item in node.keywords):
             continue
-        decay = keyword(node, "weight_decay")
+        decay = keyword(node, "weight_decay") or (node.args[4] if len(node.args) > 4 else None)
         if match[2] == "Adam" and decay is not None and constant(decay) not in (0, 0.0):
             yield finding(module.source, node, "TL102", "Adam with weight_decay")
         if on_gpu and keyword(node, "fused") is None and keyword(node, "foreach") is None:
             yield finding(module.source, node, "TL103", f"{match[2]} without fused=True")
 
 
+def _out_of_memory(handler: ast.ExceptHandler) -> bool:
+    if handler.type is not None and "OutOfMemory" in ast.unparse(handler.type):
+        return True
+    return any("out of memory" in str(constant(part)) for part in ast.walk(handler))
+
+
 def _too_large(module: Module) -> Finding | None:
     """A comment, or a handler for running out of memory, in a program that accumulates nothing."""
     for node in module.source.nodes:
-        if isinstance(node, ast.ExceptHandler) and node.type is not None and "OutOfMemory" in ast.unparse(node.type):
+        if isinstance(node, ast.ExceptHandler) and _out_of_memory(node):
             return finding(
                 module.source, node.body[0], "TL106", "running out of memory is handled, gradients are not accumulated"
             )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .facts import constant, keyword
+from .facts import constant, keyword, last_word
 from .names import Bound, Module, Part, Symbol, bases
 from .program import Program, called, enclosing_function, innermost_loop
 from .rules import HINT, Finding, finding
@@ -35,14 +35,14 @@ class Arguments:
 def check(program: Program, module: Module) -> Iterator[Finding | None]:
     if not program.facts(module).trains or module.source.for_tests:
         return
-    for node in module.source.nodes:
-        if isinstance(node, ast.Call) and module.dotted(node.func) in _LOADERS:
+    for node in module.source.calls:
+        if module.dotted(node.func) in _LOADERS:
             yield from _loader(program, module, node)
 
 
 def _loader(program: Program, module: Module, node: ast.Call) -> Iterator[Finding | None]:
     facts = program.facts(module)
-    if _apart(module, node):
+    if _apart(module, node) or _only_peeked_at(module, node):
         return
     arguments = _arguments(module, node)
     given = arguments.given
@@ -54,7 +54,7 @@ def _loader(program: Program, module: Module, node: ast.Call) -> Iterator[Findin
             said = "num_workers=0" if none else "no num_workers"
             message = f"DataLoader with {said} loads in the training process"
             # tensors that lie in memory are quickly fetched: workers may or may not pay
-            yield finding(module.source, node, "TL001", message, HINT if kind == "memory" else "")
+            yield finding(module.source, node, "TL001", message, HINT if kind in ("memory", "unknown") else "")
         return
     if "num_workers" not in given or not facts.on_gpu:
         return
@@ -130,12 +130,15 @@ def _added(module: Module, part: ast.AST, name: str) -> set[str] | None:
 
 
 def _dataset(program: Program, module: Module, node: Bound, depth: int = 6) -> str:
-    """ "memory" or "iterable" where workers would not help, "" otherwise. One such of several values is enough."""
+    """ "memory" or "iterable" where workers would not help, "unknown" where whoever calls decides and nobody in the
+    project does, "" otherwise. One such of several values is enough."""
     if node is None or not depth:
         return ""
     if isinstance(node, ast.Name):
-        known = _first(_dataset(program, module, bound, depth - 1) for bound in module.lookup(node.id, node))
-        return known or _passed(program, module, node, depth - 1)
+        bound = module.lookup(node.id, node)
+        known = _first(_dataset(program, module, value, depth - 1) for value in bound)
+        passed = "" if known else _passed(program, module, node, depth - 1)
+        return known or ("" if passed == "unknown" and len(bound) > 1 else passed)
     if isinstance(node, Part):
         return _dataset(program, module, node.value, depth - 1)
     if isinstance(node, ast.Attribute):
@@ -168,6 +171,8 @@ def _passed(program: Program, module: Module, node: ast.Name, depth: int) -> str
         by_name = keyword(call, node.id)
         at_place = call.args[index] if 0 <= index < len(call.args) else None
         passed.append((caller, by_name or at_place))
+    if not passed:
+        return "unknown"
     return _first(_dataset(program, caller, argument, depth) for caller, argument in passed)
 
 
@@ -248,6 +253,17 @@ def _apart(module: Module, node: ast.Call) -> bool:
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id in ("next", "iter"):
         return True
     return bool(_ASIDE.search(getattr(enclosing_function(module, node), "name", "")))
+
+
+def _only_peeked_at(module: Module, node: ast.Call) -> bool:
+    """Whether all that happens to a loader is `next(iter(loader))`: workers would be started for one batch."""
+    parent = module.source.parents.get(node)
+    target = parent.targets[0] if isinstance(parent, ast.Assign) else None
+    if not isinstance(target, ast.Name):
+        return False
+    named = [n for n in module.source.nodes if isinstance(n, ast.Name) and n.id == target.id]
+    uses = [module.source.parents[n] for n in named if isinstance(n.ctx, ast.Load)]
+    return bool(uses) and all(isinstance(use, ast.Call) and last_word(use.func) == "iter" for use in uses)
 
 
 def _read_again(program: Program, module: Module, node: ast.Call) -> bool:

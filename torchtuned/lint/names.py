@@ -16,6 +16,11 @@ from .source import Source, Unparsed, read
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
+_BINDING = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.arguments, ast.Import, ast.ImportFrom, ast.Global),
+    *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension, ast.withitem),
+    *(ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.Nonlocal),
+)  # what _bindings knows, and what else gives names a meaning
 _DEPTH = 12  # aliases of aliases; also ends circular imports
 
 
@@ -62,9 +67,12 @@ class Module:
     scopes: dict[ast.AST, ast.AST] = field(default_factory=dict)
     exported: dict[str, Target] = field(default_factory=dict)
     resolved: dict[tuple[ast.AST, str], Target] = field(default_factory=dict)
+    attributes: dict[ast.ClassDef, dict[str, list[Bound]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for node in self.source.nodes:
+            if not isinstance(node, _BINDING):
+                continue
             for name, what in _bindings(node):
                 self.bound.setdefault(self.scope(node), {}).setdefault(name, []).append(what)
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -151,7 +159,7 @@ class Module:
             bound = self.lookup(node.id, node)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             owner = next((up for up in self.source.ancestors(node) if isinstance(up, ast.ClassDef)), None)
-            bound = list(_attribute_values(owner, node.attr)) if owner else []
+            bound = self._attributes(owner).get(node.attr, []) if owner else []
         else:
             return node
         if len(bound) != 1 or depth <= 0:
@@ -160,6 +168,15 @@ class Module:
         if isinstance(only, Part):
             return only
         return self.value(only, depth - 1) if isinstance(only, ast.expr) else None
+
+    def _attributes(self, owner: ast.ClassDef) -> dict[str, list[Bound]]:
+        """What each `self.x` of a class is set to."""
+        if owner not in self.attributes:
+            found: dict[str, list[Bound]] = {}
+            for name, value in _attribute_values(owner):
+                found.setdefault(name, []).append(value)
+            self.attributes[owner] = found
+        return self.attributes[owner]
 
     def export(self, name: str, depth: int) -> Target:
         """What `name` means for those who import it from this module."""
@@ -217,10 +234,11 @@ class Project:
         self.modules: dict[Path, Module] = {}
         self.errors: dict[Path, Unparsed] = {}
         self._found: dict[tuple[Path, Imported], Module | None] = {}
+        self._resolved: dict[Path, Path] = {}
 
     def load(self, path: Path, shown: str) -> Module | None:
         """The module of a file, or None when it does not parse (see `errors`)."""
-        key = path.resolve()
+        key = self._resolve(path)
         if key not in self.modules and key not in self.errors:
             try:
                 self.modules[key] = Module(read(path, shown), self)
@@ -228,17 +246,22 @@ class Project:
                 self.errors[key] = error
         return self.modules.get(key)
 
+    def _resolve(self, path: Path) -> Path:
+        if path not in self._resolved:
+            self._resolved[path] = path.resolve()
+        return self._resolved[path]
+
     def find(self, importer: Module, what: Imported) -> Module | None:
         """The project's file behind `import module` or `from module import …`; None for the outside world."""
         wanted = Imported(what.module, "", what.level)
-        key = (importer.source.path, wanted)
+        here = self._resolve(importer.source.path).parent
+        key = (here, wanted)
         if key not in self._found:
-            self._found[key] = self._search(importer, wanted)
+            self._found[key] = self._search(here, wanted)
         return self._found[key]
 
-    def _search(self, importer: Module, what: Imported) -> Module | None:
+    def _search(self, here: Path, what: Imported) -> Module | None:
         parts = what.module.split(".") if what.module else []
-        here = importer.source.path.resolve().parent
         if what.level:
             for _ in range(what.level - 1):
                 here = here.parent
@@ -316,7 +339,7 @@ def _same(one: Target, other: Target) -> bool:
     return one == other and one is not None
 
 
-def _attribute_values(owner: ast.ClassDef, name: str) -> Iterator[Bound]:
+def _attribute_values(owner: ast.ClassDef) -> Iterator[tuple[str, Bound]]:
     for node in ast.walk(owner):
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
@@ -325,9 +348,9 @@ def _attribute_values(owner: ast.ClassDef, name: str) -> Iterator[Bound]:
             targets = [node.target]
         for target in targets:
             for index, part in enumerate(_parts(target)):
-                if isinstance(part, ast.Attribute) and part.attr == name and _is_self(part.value):
+                if isinstance(part, ast.Attribute) and _is_self(part.value):
                     value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
-                    yield value if part is target or value is None else Part(value, index)
+                    yield part.attr, value if part is target or value is None else Part(value, index)
 
 
 def _is_self(node: ast.expr) -> bool:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from .facts import constant, keyword
+from .facts import constant, keyword, last_word
 from .names import Module
 from .program import Program, enclosing_function
 from .rules import Finding, finding
@@ -33,7 +33,7 @@ def check(program: Program, module: Module) -> Iterator[Finding | None]:
         if not isinstance(node, ast.Call):
             continue
         dotted = module.dotted(node.func)
-        if dotted in _PARALLEL and trains and not _only_asked(module, node):
+        if dotted in _PARALLEL and trains and not _only_asked(module, node) and not _one_device(module, node):
             yield finding(
                 module.source, node, "TL004", f"{dotted.rsplit('.', 1)[-1]} instead of DistributedDataParallel"
             )
@@ -52,6 +52,17 @@ def _only_asked(module: Module, node: ast.AST) -> bool:
             return True
     places = [path.stem, getattr(enclosing_function(module, node), "name", "")]
     return path.parent.name in ("inference", "evaluation", "demo") or any(_ASKING.search(place) for place in places)
+
+
+def _one_device(module: Module, node: ast.Call) -> bool:
+    """Whether it is given a list of one GPU: then it calls the module and does nothing else."""
+    devices = keyword(node, "device_ids") or (node.args[1] if len(node.args) > 1 else None)
+    if isinstance(devices, ast.Call) and last_word(devices.func) == "list" and devices.args:
+        devices = devices.args[0]
+    if isinstance(devices, ast.Call) and last_word(devices.func) == "range" and len(devices.args) == 1:
+        end = module.value(devices.args[0])
+        return isinstance(end, ast.Constant) and end.value == 1
+    return isinstance(devices, ast.List | ast.Tuple) and len(devices.elts) == 1
 
 
 def _old_amp(module: Module, node: ast.expr, dotted: str) -> Finding | None:
@@ -76,10 +87,10 @@ def _fallback(module: Module, node: ast.AST) -> bool:
 def all_bfloat16(module: Module) -> bool:
     """Whether the file calls autocast, and each time with dtype=torch.bfloat16."""
     found = []
-    for node in module.source.nodes:
-        if isinstance(node, ast.Call) and module.dotted(node.func) in _AUTOCASTS:
-            dtype = keyword(node, "dtype")
-            found.append(dtype is not None and module.dotted(dtype) == "torch.bfloat16")
+    for node in module.source.calls:
+        if module.dotted(node.func) in _AUTOCASTS:
+            positional = node.args[1] if len(node.args) > 1 and ".cuda." not in module.dotted(node.func) else None
+            found.append(module.dotted(keyword(node, "dtype") or positional) == "torch.bfloat16")
             if constant(keyword(node, "enabled")) is False:
                 found.pop()
     return bool(found) and all(found)

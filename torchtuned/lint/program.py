@@ -22,6 +22,7 @@ _STEADY = re.compile(
     r"^(args?|opts?|config|cfg|hparams|params|self|is_available|torch|accelerator|hasattr|isinstance)$",
     re.IGNORECASE,
 )
+_EPOCHS = re.compile(r"(?<!per)(?<!per_)epochs?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class Step:
     body: list[ast.stmt]
     loop: ast.AST | None
     whole_epochs: bool = False  # a step is an epoch: everything at once, and then one figure per step is what one wants
+    losses: frozenset[str] = frozenset()  # names known to be losses without a backward pass in the body
 
 
 class Program:
@@ -50,6 +52,7 @@ class Program:
         self._facts = {module: collect(module) for module in self.uses}
         self._joined: dict[Module, Facts] = {}
         self._repeated: dict[ast.AST, bool] = {}
+        self._often: dict[ast.AST, bool] = {}
 
     def facts(self, module: Module) -> Facts:
         """The facts of all programs that a module is part of: what it imports, and what those import that import it."""
@@ -74,11 +77,10 @@ class Program:
         """Where each function of the project is called."""
         found: dict[ast.AST, list[tuple[Module, ast.Call]]] = {}
         for module in self.uses:
-            for node in module.source.nodes:
-                if isinstance(node, ast.Call):
-                    function = called(module, node)
-                    if function is not None:
-                        found.setdefault(function.node, []).append((module, node))
+            for node in module.source.calls:
+                function = called(module, node)
+                if function is not None:
+                    found.setdefault(function.node, []).append((module, node))
         return found
 
     @cached_property
@@ -126,6 +128,22 @@ class Program:
             often = getattr(function, "name", "") in ("forward", "training_step")
             self._repeated[function] = often or any(self.repeated(m, c) for m, c in self.calls.get(function, []))
         return self._repeated[function]
+
+    def often(self, module: Module, node: ast.AST) -> bool:
+        """Like repeated, but neither once per epoch nor in a loop of a few turns that its author counted out."""
+        function = enclosing_function(module, node)
+        if getattr(function, "name", "") == "__init__":
+            return False
+        loop = innermost_loop(module, node)
+        while loop is not None:
+            if not _epochs(loop) and not _few_turns(loop):
+                return True
+            loop = innermost_loop(module, loop)
+        if function not in self._often:
+            self._often[function] = False  # what recursion sees
+            forward = getattr(function, "name", "") in ("forward", "training_step")
+            self._often[function] = forward or any(self.often(m, c) for m, c in self.calls.get(function, []))
+        return self._often[function]
 
 
 def _reached(start: set[Module], edges: dict[Module, set[Module]]) -> set[Module]:
@@ -213,8 +231,22 @@ def innermost_loop(module: Module, node: ast.AST) -> ast.For | ast.AsyncFor | as
 
 
 def _epochs(loop: ast.AST) -> bool:
+    """Whether a loop counts epochs: by its variable, or by what it runs to (not: steps *per* epoch)."""
     about = loop.target if isinstance(loop, ast.For) else getattr(loop, "test", None)
-    return about is not None and any("epoch" in word.lower() for word in words(about))
+    if about is not None and any("epoch" in word.lower() for word in words(about)):
+        return True
+    counted = [part for part in ast.walk(loop.iter) if isinstance(part, ast.Call)] if isinstance(loop, ast.For) else []
+    ends = [end for call in counted if last_word(call.func) in ("range", "trange") for end in call.args]
+    return any(_EPOCHS.search(word) for end in ends for word in words(end))
+
+
+def _few_turns(loop: ast.AST) -> bool:
+    """`for _ in range(25)`."""
+    over = loop.iter if isinstance(loop, ast.For) else None
+    if not isinstance(over, ast.Call) or last_word(over.func) != "range" or len(over.args) != 1:
+        return False
+    end = constant(over.args[0])
+    return isinstance(end, int) and end <= 100
 
 
 def steady(test: ast.expr) -> bool:

@@ -15,6 +15,7 @@ import tokenize
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 # Generated or third-party trees: findings there are nobody's to fix.
@@ -33,15 +34,27 @@ class Unparsed(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One parsed file. `shown` is the path as the user wrote it; `comments` maps a line to its comment."""
+    """One parsed file. `shown` is the path as the user wrote it."""
 
     path: Path
     shown: str
+    text: str = field(repr=False)
     tree: ast.Module
-    lines: tuple[str, ...]
-    comments: dict[int, str]
     parents: dict[ast.AST, ast.AST] = field(repr=False)
-    nodes: tuple[ast.AST, ...] = field(repr=False)  # all of the tree, in the order of ast.walk
+    nodes: tuple[ast.AST, ...] = field(repr=False)  # the tree in the order of ast.walk, but for operators and contexts
+
+    @cached_property
+    def calls(self) -> tuple[ast.Call, ...]:
+        return tuple(node for node in self.nodes if isinstance(node, ast.Call))
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self.text.splitlines())
+
+    @cached_property
+    def comments(self) -> dict[int, str]:
+        """The comment of each line that has one. Found on demand: most files have no findings to be silenced."""
+        return _comments(self.text)
 
     @property
     def for_tests(self) -> bool:
@@ -62,6 +75,8 @@ class Source:
 
     def silenced(self, node: ast.expr | ast.stmt, code: str) -> bool:
         """Whether a `# noqa` on one of the node's own lines names the code, or names none."""
+        if not _NOQA.search(self.text):
+            return False
         last = node.end_lineno or node.lineno
         if not isinstance(node, ast.expr) and getattr(node, "body", None):
             last = node.lineno  # a comment deep in a loop's body is not about the loop
@@ -89,15 +104,34 @@ def read(path: Path, shown: str) -> Source:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes and the like are not this tool's business
             tree = ast.parse(text, filename=shown)
-        nodes = tuple(ast.walk(tree))
-        parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        nodes, parents = _walked(tree)
     except SyntaxError as error:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         message = f"syntax error: {error.msg} (read with the grammar of Python {version})"
         raise Unparsed(shown, error.lineno or 1, max(error.offset or 1, 1), message) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise Unparsed(shown, 1, 1, f"cannot be parsed: {error}") from error
-    return Source(path, shown, tree, tuple(text.splitlines()), _comments(text), parents, nodes)
+    return Source(path, shown, text, tree, parents, nodes)
+
+
+def _walked(tree: ast.Module) -> tuple[tuple[ast.AST, ...], dict[ast.AST, ast.AST]]:
+    """All nodes and their parents in one go: ast.walk and ast.iter_child_nodes take most of a run otherwise."""
+    nodes: list[ast.AST] = [tree]
+    parents: dict[ast.AST, ast.AST] = {}
+    for node in nodes:  # grows while it is read
+        for name in node._fields:
+            if name in ("ctx", "op", "ops"):
+                continue
+            value = getattr(node, name, None)
+            if isinstance(value, ast.AST):
+                parents[value] = node
+                nodes.append(value)
+            elif isinstance(value, list):
+                for item in value:
+                    if isinstance(item, ast.AST):
+                        parents[item] = node
+                        nodes.append(item)
+    return tuple(nodes), parents
 
 
 def _comments(text: str) -> dict[int, str]:

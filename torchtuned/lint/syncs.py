@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 
-from .facts import constant, is_backward, last_word
-from .flow import MAYBE, SURE, Flow, key
+from .facts import constant, is_backward, last_word, names_cpu, words
+from .flow import MAYBE, SURE, Flow, helpers, key
 from .names import Module
-from .program import Loop, Program, Step, innermost_loop
+from .program import Program, Step, steady
 from .rules import HINT, Finding, finding
 
 _COPIES = {"item": "TL007", "cpu": "TL008", "numpy": "TL009", "tolist": "TL009"}
@@ -21,13 +22,21 @@ _DETACHING = frozenset({"item", "detach", "detach_", "data", "cpu", "numpy", "to
 
 def check(program: Program, module: Module) -> Iterator[Finding | None]:
     facts = program.facts(module)
-    for step in program.steps:
+    for step in _every_step(program):
         if step.module is not module:
             continue
         if facts.on_gpu:
             yield from _Waits(step, environment=facts.environment).findings()
         yield from _kept_graphs(step)
     yield from _emptied_caches(program, module)
+
+
+@lru_cache(maxsize=1)
+def _every_step(program: Program) -> list[Step]:
+    """The program's steps, and the functions that compute their losses (each once)."""
+    known = {step.owner: step for step in program.steps if step.loop is None}
+    more = {step.owner: step for every in program.steps for step in helpers(every) if step.owner not in known}
+    return [*program.steps, *more.values()]
 
 
 class _Waits:
@@ -59,9 +68,7 @@ class _Waits:
         function = node.func
         if isinstance(function, ast.Attribute):
             code = _COPIES.get(function.attr, "")
-            if function.attr == "to" and "cpu" in (
-                constant(a) for a in [*node.args, *(k.value for k in node.keywords)]
-            ):
+            if function.attr == "to" and names_cpu(self.module, node):
                 code = "TL008"
             if code and self._at_least(function.value, MAYBE):
                 self.found.setdefault(node, (code, f"`{_short(node)}` waits for the GPU in every step"))
@@ -131,6 +138,9 @@ def _kept(node: ast.stmt) -> tuple[ast.expr | None, str]:
         while isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult | ast.Div):
             value = value.left if not isinstance(value.left, ast.Constant) else value.right
         return value, key(node.target)
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.Add):
+        if key(node.targets[0]) and key(node.targets[0]) == key(node.value.left):  # total = total + loss
+            return node.value.right, key(node.targets[0])
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         call = node.value
         if isinstance(call.func, ast.Attribute) and call.func.attr == "append" and len(call.args) == 1:
@@ -140,7 +150,9 @@ def _kept(node: ast.stmt) -> tuple[ast.expr | None, str]:
 
 def _made_before(step: Step) -> set[str]:
     """Names given a number, a tensor or an empty list before the loop, and not again within it."""
-    within = {key(t) for s in _every_statement(step.body) if isinstance(s, ast.Assign) for t in s.targets}
+    within = {
+        key(t) for s in _every_statement(step.body) if isinstance(s, ast.Assign) and not _kept(s)[1] for t in s.targets
+    }
     before: set[str] = set()
     line = getattr(step.loop, "lineno", 0)
     for node in ast.walk(step.owner):
@@ -160,6 +172,8 @@ def _plain_start(module: Module, value: ast.expr) -> bool:
         return isinstance(value.value, int | float)
     if isinstance(value, ast.List):
         return not value.elts
+    if isinstance(value, ast.Dict):
+        return all(isinstance(item, ast.List) and not item.elts for item in value.values)
     return isinstance(value, ast.Call) and module.dotted(value.func) in ("torch.zeros", "torch.tensor")
 
 
@@ -191,28 +205,35 @@ def _every_statement(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _emptied_caches(program: Program, module: Module) -> Iterator[Finding | None]:
-    bodies = {id(step.body) for step in program.steps if step.module is module}
+    bodies = {id(step.body) for step in program.steps}
     for node in module.source.nodes:
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
             continue
         if module.dotted(node.value.func) not in ("torch.cuda.empty_cache", "torch.accelerator.empty_cache"):
             continue
-        parent = module.source.parents.get(node)
-        loop = innermost_loop(module, node)
-        batches = isinstance(loop, ast.For) and any(name.lower().endswith("loader") for name in _names(loop.iter))
-        body = getattr(parent, "body", None)
-        direct = (
-            parent is loop
-            or isinstance(parent, ast.With | ast.FunctionDef)
-            or (isinstance(parent, ast.Try) and node in parent.body)
-        )
-        in_step = id(body) in bodies or (isinstance(loop, Loop) and id(loop.body) in bodies)
-        if direct and (in_step or batches):
+        if _each_time(program, module, node, bodies):
             yield finding(module.source, node, "TL015", "empty_cache() in every step")
 
 
-def _names(node: ast.AST) -> Iterator[str]:
-    for part in ast.walk(node):
-        name = last_word(part)
-        if name:
-            yield name
+def _each_time(program: Program, module: Module, node: ast.stmt, bodies: set[int], depth: int = 2) -> bool:
+    """Whether a statement runs in every step or for every batch, be it in a function of its own that cleans up."""
+    inner: ast.AST = node
+    for up in module.source.ancestors(node):
+        inside = getattr(up, "body", None)
+        if isinstance(inside, list) and id(inside) in bodies and inner in inside:
+            return True
+        if isinstance(up, ast.For) and inner in up.body:
+            return any(word.lower().endswith("loader") for word in words(up.iter))
+        if isinstance(up, ast.FunctionDef) and depth:
+            places = [(m, _statement(m, call)) for m, call in program.calls.get(up, [])]
+            return any(_each_time(program, m, place, bodies, depth - 1) for m, place in places)
+        if isinstance(up, ast.Try) and inner not in up.body:
+            return False
+        if not isinstance(up, ast.With | ast.Try) and not (isinstance(up, ast.If) and steady(up.test)):
+            return False
+        inner = up
+    return False
+
+
+def _statement(module: Module, call: ast.Call) -> ast.stmt:
+    return next(up for up in module.source.ancestors(call) if isinstance(up, ast.stmt))
