@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from fakes.fuzz import often
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtuned import config
@@ -203,7 +204,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@often(300)
 @given(st.lists(LINES, max_size=8))
 def test_whatever_a_file_says_it_is_read_or_refused_with_a_line(lines: list[str]) -> None:
     found: list[str] = []

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from fakes.fuzz import often
 from fakes.tree import mask
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtuned.cpuset import format_list, parse_list, parse_mask, to_bytes
@@ -47,13 +48,13 @@ def test_masks_of_the_kernel(text: str, cpus: set[int]) -> None:
     assert parse_mask(text) == cpus
 
 
-@pytest.mark.parametrize("text", ["xyz", "0,g", "f" * 20000])
+@pytest.mark.parametrize("text", ["xyz", "0,g", "f" * 20000, "-1", "0x1", "1_0", "+1"])
 def test_what_is_no_mask_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="not a CPU mask"):
         parse_mask(text)
 
 
-@settings(derandomize=True, deadline=None)
+@often(100)
 @given(CPUS)
 def test_every_notation_gives_the_same_set_back(cpus: frozenset[int]) -> None:
     assert parse_list(format_list(cpus)) == cpus

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.fuzz import often
 from fakes.tree import gpu_addresses, machine_a, make_tree
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtuned import discover
@@ -52,7 +53,7 @@ def test_a_grant_has_the_words_of_its_schema(tmp_path: Path) -> None:
 WORDS = st.text(max_size=20)
 
 
-@settings(derandomize=True, deadline=None)
+@often(100)
 @given(
     st.builds(
         Request,
@@ -167,7 +168,7 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(derandomize=True, deadline=None)
+@often(100)
 @given(JSON, st.sampled_from(sorted(request_to_json(Request()))), st.sampled_from(["cpus", "ranks", "gpus", "shared"]))
 def test_no_document_ends_in_anything_but_a_value_or_invalid_request(value: Any, word: str, part: str) -> None:
     """Whatever stands where a request or a grant should, or as any one value of it."""

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fakes.fuzz import often
 from fakes.kernel import CPUFREQ, EPP, Kernel, policy
 from fakes.policy import Desk, by_knob
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtuned.errors import Failed, HostError, Refused
@@ -233,7 +234,7 @@ class History:
         return {path: text for path, text in kernel.files.items() if not any(word in path for word in words)}
 
 
-@settings(max_examples=1500, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+@often(1500)
 @given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS))
 def test_every_history_ends_with_the_machines_own_values(operations: list[tuple], text: str | None) -> None:  # type: ignore[type-arg]
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))

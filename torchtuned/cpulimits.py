@@ -177,7 +177,7 @@ def _quota(host: Host, mounts: list[_Mount], places: dict[str, str]) -> int | No
 def _quotient(text: str) -> list[int]:
     """The quota of "200000 100000"; none for "max 100000" and "-1 100000"."""
     words = text.split()
-    if not words or not words[0].isdecimal():
+    if not words or not words[0].isdecimal() or len(words[0]) > 20:
         return []
-    period = int(words[1]) if len(words) > 1 and words[1].isdecimal() else 100000
+    period = int(words[1]) if len(words) > 1 and words[1].isdecimal() and len(words[1]) <= 20 else 100000
     return [max(1, int(words[0]) // max(1, period))]

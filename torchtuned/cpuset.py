@@ -7,6 +7,8 @@ from collections.abc import Iterable
 CpuSet = frozenset[int]
 LIMIT = 65536  # no kernel numbers CPUs this high; a bound keeps "0-99999999999" from eating memory
 
+_HEX = frozenset("0123456789abcdefABCDEF")
+
 
 def parse_list(text: str) -> CpuSet:
     """Read "0-3,8" (cpulist, Cpus_allowed_list); empty text is the empty set.
@@ -53,10 +55,9 @@ def parse_mask(text: str) -> CpuSet:
         return frozenset()
     if len(digits) * 4 > LIMIT:
         raise ValueError("not a CPU mask: too long")
-    try:
-        bits = int(digits, 16)
-    except ValueError:
-        raise ValueError(f"not a CPU mask: {text.strip()!r}") from None
+    if not _HEX.issuperset(digits):  # int() would take a sign, too, and a negative number has no highest bit
+        raise ValueError(f"not a CPU mask: {text.strip()[:40]!r}")
+    bits = int(digits, 16)
     cpus = []
     while bits:  # by set bits, not by all bits: a machine of 4,096 CPUs has thousands of masks with two bits each
         low = bits & -bits

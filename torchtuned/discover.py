@@ -216,4 +216,4 @@ def _list(host: Host, path: str) -> CpuSet:
 
 
 def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
+    return int(text) if text.isdecimal() and len(text) <= 20 else 0

@@ -112,12 +112,12 @@ def move(host: Host, cgroup: str) -> Move | str:
         for name, free in LIMITS.items():
             value = _read(host, f"{path}/{name}")
             if value is not None and value != free:
-                return f"{parts[depth - 1]} has a limit, {name} = {value.splitlines()[0]}"
+                return f"{parts[depth - 1]} has a limit, {name} = {value.partition(chr(10))[0]}"
         quota = _read(host, f"{path}/cpu.max")
         if quota is not None and not quota.startswith("max"):
             return f"{parts[depth - 1]} has a limit, cpu.max = {quota}"
         pids = _read(host, f"{path}/pids.max")
-        if pids is not None and pids.isdigit():
+        if pids is not None and pids.isdecimal():
             tasks = min(tasks, int(pids))
     return Move(slice=parts[home], tasks_max=tasks)
 

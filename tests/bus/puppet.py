@@ -65,6 +65,15 @@ class Puppet:
     async def call(self, path: str, interface: str, member: str, signature: str = "", *body: Any) -> Any:
         return await (await self.bus()).call("org.torchtuned1", path, interface, member, signature, list(body))
 
+    async def with_fds(self, path: str, interface: str, member: str, signature: str, body: list[Any]) -> Any:
+        """A call with two descriptors: this process's own pidfd and /dev/null."""
+        fds = [os.pidfd_open(os.getpid()), os.open("/dev/null", os.O_RDONLY)]
+        try:
+            return await (await self.bus()).call("org.torchtuned1", path, interface, member, signature, body, fds=fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
     async def patient(self, path: str, interface: str, member: str) -> Any:
         return await (await self.bus()).call("org.torchtuned1", path, interface, member, timeout_s=60)
 
