@@ -53,10 +53,14 @@ def progress(done: int, of: int) -> None:
         sys.stderr.flush()
 
 
-def start_daemon(bus: PrivateBus) -> subprocess.Popen[bytes]:
-    """torchtunedd on this machine's CPUs, with a policy that changes nothing, once it answers."""
+def this_machine(folder: Path) -> Path:
+    """This machine's CPUs, with a policy that changes nothing."""
     here = {"sys": "-> /sys", "proc": "-> /proc", "usr/share/torchtuned/profiles/training.conf": "[policy]\n"}
-    root = make_tree(bus.folder / "here", here)
+    return make_tree(folder / "here", here)
+
+
+def start_daemon(bus: PrivateBus, root: Path) -> subprocess.Popen[bytes]:
+    """torchtunedd on a machine in a folder, once it answers. From here on Client() talks to it."""
     words = [sys.executable, "-m", "torchtuned.daemon", f"--sysroot={root}", f"--run-dir={bus.folder}/run"]
     daemon = subprocess.Popen(
         [*words, f"--state-dir={bus.folder}/state"], env=bus.environment, stderr=subprocess.DEVNULL
@@ -107,7 +111,7 @@ def main() -> None:
     folder.chmod(0o700)
     bus = PrivateBus(folder)
     try:
-        daemon = start_daemon(bus)
+        daemon = start_daemon(bus, this_machine(folder))
         taken = measure(bus, options.rounds, options.python)
         daemon.kill()
         daemon.wait()
