@@ -31,6 +31,7 @@ FAULTY: dict[str, str | bytes | None] = {
     "etc/systemd/system/sleep.target": "-> /dev/null",
     "etc/systemd/logind.conf": "[Login]\nIdleAction=suspend\n",
     "var/lib/systemd/linger/ann": None,
+    "dev/shm/torch_4001_77_0": "x",
     "proc/4001/comm": "mysecretproject\n",
     "proc/4001/stat": "4001 (mysecretproject) S 4000 1 1\n",
     "tmp/mysecretproject": "x",
