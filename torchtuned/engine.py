@@ -70,6 +70,7 @@ class Engine:
         self._held: dict[str, tuple[int, str]] = {}
         self._failures: dict[str, Row] = {}
         self._told: set[str] = set()
+        self._undone: set[str] = set()  # by name, on purpose
         with contextlib.suppress(HostError):
             ledger.boot_id = ledger.boot_id or host.read(BOOT_ID)
 
@@ -132,8 +133,8 @@ class Engine:
         """Bring every knob to where the configuration wants it, and give back what it no longer wants.
 
         `only`: knobs, patterns or folders such as "cpu/policy3", for a device that has just come. `reassert`: the
-        kernel, not a person, may have reset values (resume, hotplug), so write ours again. Nothing is raised for a
-        knob: each has its row, also when the ledger cannot be used.
+        kernel, not a person, may have reset values (resume, hotplug), so write ours again. What somebody undid by name
+        stays undone until all is applied. Nothing is raised for a knob: each has its row, also when the ledger cannot be used.
         """
         with self._lock, contextlib.ExitStack() as stack:
             fault = ""
@@ -143,6 +144,9 @@ class Engine:
                 fault = f"left alone, its original cannot be recorded: {failed}"
             survey = self._survey(config, jobs_active=jobs_active, tuners=tuners, reassert=reassert)
             wanted, absent = survey.wanted(config, only)
+            if only is None:
+                self._undone.clear()
+            wanted = [(knob, wish) for knob, wish in wanted if knob.id not in self._undone]
             rows: dict[str, Row] = {}
             if not fault:
                 rows = self._release(survey, wanted, only)
@@ -179,6 +183,7 @@ class Engine:
             untouched = [name for name in knobs if not any(matches(knob, [name]) for knob in (*chosen, *held))]
             rows = [row for name in untouched for row in self._not_ours(name)]
             rows += self._let_go(held)
+            self._undone.update((*chosen, *held) if knobs else ())
             left = self._left(chosen, Owners(self.host, tuners)) if chosen else []
             self._changes.hand_over({row.knob: row.reason for row in left})
             theirs = {row.knob for row in left}

@@ -129,7 +129,8 @@ class HostPolicy:
             rows: list[Row] = await self._off_loop(self._engine.undo, tuple(knobs), tuners=await self._tuners())
             if not knobs:
                 self._given_back = True
-            self.changed()
+                self._bad.clear()
+            self._judge(rows, complete=False)
             self.touched(rows)
             return rows
 
@@ -151,7 +152,7 @@ class HostPolicy:
             return await self._apply()
 
     def jobs(self, *, active: bool) -> None:
-        """Tell whether a grant is in force; knobs meant for jobs follow."""
+        """Tell whether a job runs; knobs meant for jobs follow."""
         self._jobs_wanted = active
         if self._following is None or self._following.done():
             self._following = asyncio.ensure_future(self._follow_jobs())
@@ -161,8 +162,9 @@ class HostPolicy:
             async with self._lock:
                 while self._jobs_wanted != self._jobs_active and not self._given_back and not self._starting:
                     self._jobs_active = self._jobs_wanted
-                    if any(wish.when == "jobs" for wish in self.config.wishes):
-                        await self._apply()
+                    families = sorted({w.knob.partition("/")[0] for w in self.config.wishes if w.when == "jobs"})
+                    if families:
+                        await self._apply(only=families)
         except Exception:
             log.exception("knobs for jobs could not be set or given back")
 

@@ -188,9 +188,35 @@ def test_undo_one_and_all(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     rows(bus, "Undo", "as", [])
     assert governors(tree) == ["powersave", "schedutil"]
     assert bus.get(ROOT, MANAGER, "State") == "stopped"
+    assert [row for row in bus.call(ROOT, MANAGER, "Check")[0] if "governor" in row["title"]] == []
     rows(bus, "Apply")
     assert bus.get(ROOT, MANAGER, "State") == "ready"
     assert governors(tree) == ["performance", "performance"]
+
+
+def test_what_was_undone_by_name_stays_undone_until_all_is_applied(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    rows(bus, "Undo", "as", ["sysctl/vm.swappiness"])
+    with bus.user(USER) as job:
+        job.start({"cpus": "1"})
+        until(lambda: sysctl(tree, "kernel.numa_balancing") == "0")
+        assert sysctl(tree, "vm.swappiness") == "60"
+    until(lambda: sysctl(tree, "kernel.numa_balancing") == "1")
+    assert sysctl(tree, "vm.swappiness") == "60"
+    assert bus.get(ROOT, MANAGER, "State") == "ready"
+    rows(bus, "Apply")
+    assert sysctl(tree, "vm.swappiness") == "10"
+
+
+def test_a_grant_that_is_only_looked_at_changes_nothing(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    one = daemon("--sysroot", tree)
+    one.wait_for("STATUS=ready")
+    with bus.user(USER) as looking, bus.user(USER) as job:
+        looking.register({"cpus": "1"})
+        time.sleep(0.5)
+        assert sysctl(tree, "kernel.numa_balancing") == "1"
+        job.start({"cpus": "1"})
+        until(lambda: sysctl(tree, "kernel.numa_balancing") == "0")
 
 
 def test_a_profile_is_chosen_and_kept(bus: PrivateBus, daemon: Start, tree: Path) -> None:
