@@ -51,7 +51,7 @@ class View(Protocol):
 class Manager:
     """The use cases. `topology` is the machine to place by: set before `adopt`, afterwards through `topology_changed`.
 
-    `jobs_active` is told whether a grant is in force, whenever that may have changed.
+    `jobs_active` is told whether a job runs, whenever that may have changed.
     """
 
     def __init__(
@@ -115,7 +115,6 @@ class Manager:
         self._watches.process(job.id, pidfd)
         self._view.job_added(job)
         self._set_timer(job)
-        self._followed()
         if job.state is State.QUEUED and self._lent.held and not self._polling:
             self._polling = True
             self._spawn(self._poll())
@@ -131,11 +130,14 @@ class Manager:
             raise NoSuchJob(f"job {job_id} has just ended")
         self._watches.stop_timer(job_id)
         self._committing.add(job_id)
+        self._followed()
         try:
             confined = await self._confiner.confine(job, pidfd)
         except BaseException:
+            self._committing.discard(job_id)
             if (left := self._table.get(job_id)) is not None:
                 self._set_timer(left)
+            self._followed()
             raise
         finally:
             os.close(pidfd)
@@ -353,7 +355,8 @@ class Manager:
         self._followed()
 
     def _followed(self) -> None:
-        self._jobs_active(any(job.grant is not None for job in self._table))
+        """Knobs for jobs are for those that run or are about to: a grant may be asked for only to be looked at."""
+        self._jobs_active(any(job.state is State.RUNNING or job.id in self._committing for job in self._table))
 
     def _replace_earlier(self, process: Process) -> None:
         """A wrapper that asks again did not hear our answer; its first grant must not stand beside the second."""
