@@ -37,6 +37,7 @@ FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
 CHECK_S = 290.0  # between two checks of the host while jobs run, of which none is newer
 ASKED_S = 3.0  # how long a report waits for a check of the host: a GPU that hangs takes longer
 SETTLE_S = 1.0  # from a job's end until the journal is read: PID 1 and systemd-oomd write after the fact
+CLOSE_S = 2.0  # at the end, for what is being looked at: a GPU may hang, and giving all values back comes after this
 BURST_S = 1.0  # changes of memory.events within this are read once
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
@@ -184,7 +185,10 @@ class Reports:
         """Write down what is known; the next daemon goes on from there."""
         for name in list(self._timers):
             self._cancel(name)
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
         await self._finish()
         for record in self._running.values():
             await asyncio.to_thread(self._store.write, record.name, record.document(self._boot))
