@@ -134,7 +134,8 @@ class Engine:
 
         `only`: knobs, patterns or folders such as "cpu/policy3", for a device that has just come. `reassert`: the
         kernel, not a person, may have reset values (resume, hotplug), so write ours again. What somebody undid by name
-        stays undone until all is applied. Nothing is raised for a knob: each has its row, also when the ledger cannot be used.
+        stays undone until all is applied. Nothing is raised for a knob: each has its row, also when the ledger cannot
+        be used.
         """
         with self._lock, contextlib.ExitStack() as stack:
             fault = ""
