@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,8 @@ BROKEN = {
     "latin": (b"x = '\xe4'\n", ":1:1: not readable as text"),
     "encoding": (b"# coding: nonsense\n", ":1:1: not readable as text"),
     "deep": (b"x = " + b"-" * 100_000 + b"1\n", ":1:1: cannot be parsed"),
+    "utf16": ("x = 1".encode("utf-16"), ":1:1: not readable as text"),
+    "parentheses": (b"x = " + b"(" * 300 + b")" * 300, ":1:"),
     "tabs": (b"if 1:\n\tx\n        y\n", ":3:"),
 }
 
@@ -108,6 +111,34 @@ def test_broken_file_has_a_place_and_hides_no_other(
     assert f"broken.py{expected}" in out
     assert "good.py:2:1: TL012" in out
     assert "Traceback" not in out + err
+
+
+def test_a_notebook_is_not_read_as_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text('{"cells": []}')
+    assert main([str(path)]) == 1
+    assert capsys.readouterr().out.startswith(f"{path}: a notebook")
+    assert main([str(tmp_path)]) == 0  # a folder is searched for Python files
+
+
+def test_very_large_files_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data.py").write_bytes(b"x = 1\n" * 800_000)
+    assert main([str(tmp_path)]) == 1
+    assert "larger than 4 MiB" in capsys.readouterr().out
+
+
+def test_what_comes_through_a_pipe() -> None:
+    words = ["bash", "-c", f"{sys.executable} -m torchtuned.lint <(printf %s {shlex.quote(FAULT)})"]
+    run = subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert ":2:1: TL012" in run.stdout
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import torch\n" + "torch.autograd.set_detect_anomaly(True)\n" * 5000)
+    words = ["bash", "-c", f"{sys.executable} -m torchtuned.lint {shlex.quote(str(tmp_path))} | head -1"]
+    run = subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False)
+    assert (run.stdout.count("\n"), run.stderr) == (1, "")
 
 
 def test_imported_broken_file_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from . import hints, leftovers, loaders, loops, precision, syncs
 from .names import Module, Project, package_root
 from .program import Program
 from .rules import HINT, RULES, Finding
-from .source import Unparsed, python_files
+from .source import Unparsed, identity, python_files
 
 SCHEMA = 1
 _SIBLINGS = 300  # files beside a single FILE that are searched for its importers
@@ -45,7 +45,11 @@ def main(argv: Sequence[str] | None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as error:  # argparse has said what is wrong, or printed the help
         return int(error.code or 0)
-    return run(args)
+    try:
+        return run(args)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -89,13 +93,13 @@ def lint(paths: Sequence[Path], *, hinted: bool = False) -> Result:
             roots.append(path.resolve())
             files |= {one.resolve(): str(one) for one in python_files(path) if one.resolve() not in files}
         else:
-            roots.append(path.resolve().parent)
-            files.setdefault(path.resolve(), str(path))
+            roots.append(identity(path).parent)
+            files.setdefault(identity(path), str(path))
     project = Project(dict.fromkeys(roots))
     checked = [module for path, shown in files.items() if (module := project.load(path, shown)) is not None]
     for path in paths:
         if not path.is_dir():
-            _load_importers(project, path.resolve())
+            _load_importers(project, identity(path))
     program = Program(project)
     checks = (*_CHECKS, hints.check) if hinted else _CHECKS
     errors = [error for path, error in project.errors.items() if path in files]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .source import Source, Unparsed, read
+from .source import Source, Unparsed, identity, read
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 Scope = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.Module)
@@ -248,7 +248,7 @@ class Project:
 
     def _resolve(self, path: Path) -> Path:
         if path not in self._resolved:
-            self._resolved[path] = path.resolve()
+            self._resolved[path] = identity(path)
         return self._resolved[path]
 
     def find(self, importer: Module, what: Imported) -> Module | None:

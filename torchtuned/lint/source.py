@@ -90,6 +90,8 @@ class Source:
 def read(path: Path, shown: str) -> Source:
     """Parse one file. Raises Unparsed, with the place, for anything that is not readable Python."""
     try:
+        if path.suffix == ".ipynb":
+            raise Unparsed(shown, 0, 0, "a notebook: `jupyter nbconvert --to script` makes a Python file of it")
         if path.stat().st_size > MAX_BYTES:
             raise Unparsed(shown, 0, 0, f"larger than {MAX_BYTES >> 20} MiB: not read")
         data = path.read_bytes()
@@ -143,6 +145,11 @@ def _comments(text: str) -> dict[int, str]:
     except (tokenize.TokenError, SyntaxError):
         pass  # parsed already: at worst comments after this point are not seen
     return found
+
+
+def identity(path: Path) -> Path:
+    """The same path for the same file, however it was named. A pipe (`lint <(...)`) has no other name than its own."""
+    return path.resolve() if path.is_file() or path.is_dir() else path.absolute()
 
 
 def python_files(folder: Path) -> Iterator[Path]:
