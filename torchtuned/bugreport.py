@@ -155,8 +155,9 @@ class Recorder(Host):
             if error.errno in (1, 13):
                 self.unreadable.add(self.privacy.path(path))
             raise
-        self.files[self.privacy.path(path)] = self.privacy.content(path, data)
-        return data
+        kept = self.privacy.content(path, data)
+        self.files[self.privacy.path(path)] = kept
+        return kept if path.endswith("/comm") else data  # findings name processes, and are in the bundle too
 
     def exists(self, path: str) -> bool:
         found = super().exists(path)
