@@ -758,6 +758,16 @@ def test_healthy_twin(
     assert look(tmp_path, case, case.healthy, case.fine, python=asked) == ([], [])
 
 
+def test_nobody_is_told_to_install_what_runs(tmp_path: Path) -> None:
+    crowded = {"proc/interrupts": interrupts([5_000_000] + [10_000] * 15)}
+    for number, (unit, told) in enumerate({"x": "sudo apt install", "irqbalance": "irqbalance runs"}.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        host = Host(build(folder, {**crowded, f"{ACTIVE}/{unit}.service/cgroup.procs": "9\n"}).root)
+        [finding], _ = run_checks(host, Gpus(host), ["TT062"])
+        assert finding.fix.startswith(told)
+
+
 def test_every_code_has_a_case() -> None:
     here = {case.code for case in CASES} | ELSEWHERE.keys()
     gpus = {f"TT{number:03}" for number in range(1, 17)}  # test_checks_gpu.py

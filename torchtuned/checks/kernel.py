@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from torchtuned import pci
+from torchtuned.checks.files import unit_runs
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError
 from torchtuned.findings import Action, Severity, about_cpus
@@ -105,11 +106,13 @@ def interrupts(machine: Machine) -> Iterator[Seen | Unseen]:
         most = totals.index(max(totals))
         if sum(counts[most] > LOUD * every for counts in devices) < 2:
             return  # one interrupt alone: wherever it goes, it is one CPU that serves it
+        runs = unit_runs(machine, "irqbalance.service")
         cpu = lines[0].split()[most].removeprefix("CPU")
         yield Seen(
             evidence=f"/proc/interrupts: CPU {cpu} served {100 * max(totals) // every} % of {every} interrupts"
             " of devices",
-            fix="sudo apt install irqbalance; or one by one: echo LIST | sudo tee /proc/irq/N/smp_affinity_list",
+            fix=("irqbalance runs and leaves them there" if runs else "sudo apt install irqbalance")
+            + "; one by one: echo LIST | sudo tee /proc/irq/N/smp_affinity_list",
             about=(about_cpus(frozenset({int(cpu)})),),
         )
 
