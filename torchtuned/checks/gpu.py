@@ -74,7 +74,7 @@ def persistence(machine: Machine) -> Iterator[Seen | Unseen]:
     "the PCIe link is narrower or slower than it could be",
     severity=Severity.WARNING,
     action=Action.TELL,
-    cost="copies to and from the GPU, and between GPUs without NVLink, take longer in that proportion",
+    cost="copies to and from the GPU, and between GPUs without NVLink, take longer, at most in that proportion",
     source="NVIDIA/NVSentinel#890",
 )
 def link(machine: Machine) -> Iterator[Seen | Unseen]:
@@ -107,7 +107,7 @@ def link(machine: Machine) -> Iterator[Seen | Unseen]:
     "a GPU is throttled",
     severity=Severity.ERROR,
     action=Action.TELL,
-    cost="the GPU computes at a fraction of its speed, and the slowest rank holds up all others",
+    cost="the GPU computes slower, by how much is unmeasured, and the slowest rank holds up all others",
     source="docs.nvidia.com/deploy/nvml-api, clocks event reasons; Azure/azurehpc#595",
 )
 def throttled(machine: Machine) -> Iterator[Seen | Unseen]:
@@ -170,7 +170,7 @@ def capped(machine: Machine) -> Iterator[Seen | Unseen]:
     "clocks are limited by an earlier setting",
     severity=Severity.WARNING,
     action=Action.ASK,
-    cost="the GPU computes slower, in that proportion",
+    cost="the GPU computes slower, at most in that proportion; unmeasured",
     source="NebuTech/NBMiner#661",
 )
 def clocks(machine: Machine) -> Iterator[Seen | Unseen]:
@@ -350,7 +350,7 @@ def compute_mode(machine: Machine) -> Iterator[Seen | Unseen]:
     "nobody knows which CPUs are near a GPU",
     severity=Severity.NOTICE,
     action=Action.TELL,
-    cost="jobs on these GPUs are not bound to CPUs; loaders on the wrong node cost up to a quarter of speed",
+    cost="jobs on these GPUs are not bound to CPUs; loaders on the wrong node cost 23 per cent in one report",
     source="rapidsai/dask-cuda#1381",
 )
 def locality(machine: Machine) -> Iterator[Seen | Unseen]:

@@ -25,7 +25,7 @@ ACS, ACS_CONTROL, REDIRECTS = 0x000D, 6, 0b11100  # request and completion redir
     "the kernel reads a slow clock",
     severity=Severity.WARNING,
     action=Action.TELL,
-    cost="each reading of the time is a call into the kernel, of which PyTorch makes millions a second; unmeasured",
+    cost="each reading of the time is a call into the kernel, of which PyTorch made millions a second in one report; unmeasured",
     source="pytorch/pytorch#3390",
 )
 def clock(machine: Machine) -> Iterator[Seen | Unseen]:
@@ -122,7 +122,7 @@ def interrupts(machine: Machine) -> Iterator[Seen | Unseen]:
     "the IOMMU translates what GPUs send each other",
     severity=Severity.NOTICE,
     action=Action.ASK,
-    cost="peer-to-peer copies may hang or be slower; more than a factor of two in one report",
+    cost="peer-to-peer copies may hang or be slower; by translation alone unmeasured",
     source="NVIDIA/nccl#949",
 )
 def iommu(machine: Machine) -> Iterator[Seen | Unseen]:

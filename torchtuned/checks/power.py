@@ -24,7 +24,7 @@ CPUS = "/sys/devices/system/cpu"
     "the CPUs are held at a low clock",
     severity=Severity.WARNING,
     action=Action.AUTO,
-    cost="loading data and launching kernels, in proportion to the clock; unmeasured for GPU training",
+    cost="loading data and launching kernels take longer, at most in that proportion; unmeasured for GPU training",
     source="tenstorrent/tt-metal#5281",
 )
 def governor(machine: Machine) -> Iterator[Seen | Unseen]:
