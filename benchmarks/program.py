@@ -1,11 +1,13 @@
 """What the settings inside a training program are worth on this machine's CPU: one pair per claim of the README.
 
-    python3 benchmarks/program.py [--rounds 15] [--json]
+    python3 benchmarks/program.py [--rounds 15] [--quick] [--json]
 
 Each pair is the same work done two ways that take turns (A B A B …), so that whatever else the machine does hits both.
 The times are medians of the rounds; the ratio is the median of the rounds' own ratios, with its quartiles, and compares
-nothing but this one run. Data is made up; the loaders read samples whose decoding costs real CPU time. Needs torch,
-nothing else of the package than torchtuned.torch. Run it on an idle machine: others' load blurs threads most.
+nothing but this one run. The loaders decode the pictures of examples/slow_train.py; the first row is that script
+against fast_train.py, each in a process of its own, by its own clock, in a third of the rounds. Needs torch, and
+nothing else of the package than torchtuned.torch. Run it on an idle machine: others' load blurs threads most. Takes
+about three minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,28 +28,26 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES.parent))
+sys.path.insert(0, str(EXAMPLES))
+import slow_train
+from slow_train import Pictures
+
 from torchtuned.torch import here, loader_args
 
 Way = Callable[[], Any]
+WHOLE = "whole script"
 
 
-class Samples(Dataset[tuple[torch.Tensor, int]]):
-    """Samples that must be decoded, here by plain Python over bytes, as text and many image formats are. `slow_every`
-    makes each n-th one ten times as long, as files on a disk are."""
-
-    def __init__(self, count: int, *, slow_every: int = 0) -> None:
-        self.count, self.slow_every = count, slow_every
-
-    def __len__(self) -> int:
-        return self.count
+class Uneven(Pictures):  # type: ignore[misc,valid-type]
+    """One picture in 64 is twenty times as large as the others, as photographs among thumbnails are."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        rounds = 10 if self.slow_every and index % self.slow_every == 0 else 1
-        value = index
-        for _ in range(rounds * 2_000):
-            value = (value * 1103515245 + 12345) & 0x7FFFFFFF
-        return torch.full((64,), value % 97 / 97), value % 10
+        for _ in range(19 if index % 64 == 0 else 0):
+            super().__getitem__(index)
+        found: tuple[torch.Tensor, int] = super().__getitem__(index)
+        return found
 
 
 def model(width: int = 512) -> nn.Sequential:
@@ -54,21 +55,34 @@ def model(width: int = 512) -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
 
-def epoch(loader: DataLoader[Any], net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for inputs, labels in loader:
-        loss = nn.functional.cross_entropy(net(inputs), labels)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
-def training(**options: Any) -> Way:
-    """One epoch over decoded samples with DataLoader's options."""
-    slow_every = options.pop("slow_every", 0)
-    loader: DataLoader[Any] = DataLoader(Samples(512, slow_every=slow_every), batch_size=32, **options)
-    net = model(1024)
+def training(dataset: Dataset[Any], *, threads: int = 1, **options: Any) -> Way:
+    """One epoch of the examples' network over decoded pictures, with DataLoader's options."""
+    loader: DataLoader[Any] = DataLoader(dataset, **options)
+    net = slow_train.build()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    return lambda: epoch(loader, net, optimizer)
+
+    def way() -> None:
+        torch.set_num_threads(threads)
+        for inputs, labels in loader:
+            loss = nn.functional.cross_entropy(net(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        torch.set_num_threads(1)
+
+    return way
+
+
+def example(name: str) -> Way:
+    """A whole example in a process of its own; returns the seconds it measured itself, without the imports."""
+    words = [sys.executable, str(EXAMPLES / name), "--epochs", "2", "--samples", "512"]
+    environ = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+
+    def way() -> float:
+        run = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
+        return float(run.stdout.split()[-2])
+
+    return way
 
 
 def waiting(*, each_step: bool) -> Way:
@@ -97,11 +111,10 @@ def threaded(threads: int) -> Way:
     left, right = torch.randn(512, 512), torch.randn(512, 512)
 
     def way() -> None:
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
         for _ in range(8):
             torch.relu(left @ right)
-        torch.set_num_threads(before)
+        torch.set_num_threads(1)
 
     return way
 
@@ -137,27 +150,30 @@ def pairs() -> list[tuple[str, str, Way, str, Way]]:
     """(what, faulty way, mended way), both described."""
     args = loader_args()
     cores = here().cores
+    left = max(1, cores - args["num_workers"])
+    one: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
     found = [
+        (WHOLE, "slow_train.py", example("slow_train.py"), "fast_train.py", example("fast_train.py")),
         (
             "workers",
-            "num_workers=0",
-            training(),
-            "loader_args(): " + ", ".join(f"{name}={value}" for name, value in args.items()),
-            training(**args),
+            f"num_workers=0, {cores} threads",
+            training(Pictures(256), batch_size=32, threads=cores),
+            "loader_args(): " + ", ".join(f"{name}={value}" for name, value in args.items()) + f"; {left} threads",
+            training(Pictures(256), batch_size=32, threads=left, **args),
         ),
         (
             "persistent workers",
             "started each epoch",
-            training(num_workers=1),
+            training(Pictures(128), batch_size=32, num_workers=1),
             "persistent_workers=True",
-            training(num_workers=1, persistent_workers=True),
+            training(Pictures(128), batch_size=32, **one),
         ),
         (
             "prefetch",
-            "prefetch_factor=1, uneven samples",
-            training(num_workers=1, persistent_workers=True, prefetch_factor=1, slow_every=64),
+            "prefetch_factor=1, uneven pictures",
+            training(Uneven(256), batch_size=16, prefetch_factor=1, **one),
             "prefetch_factor=4",
-            training(num_workers=1, persistent_workers=True, prefetch_factor=4, slow_every=64),
+            training(Uneven(256), batch_size=16, prefetch_factor=4, **one),
         ),
         (
             "synchronisation",
@@ -178,15 +194,15 @@ def pairs() -> list[tuple[str, str, Way, str, Way]]:
     return found
 
 
-def measure(one: Way, other: Way, rounds: int, tick: Callable[[], None]) -> dict[str, float]:
+def measure(one: Way, other: Way, rounds: int, tick: Callable[[], None], *, own_clock: bool) -> dict[str, float]:
     """Median seconds of two ways that take turns, after one unmeasured turn each, and the quartiles of their ratio."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
         for way, kept in ((one, times[0]), (other, times[1])):
             start = time.perf_counter()
-            way()
+            measured = way()
             if number:
-                kept.append(time.perf_counter() - start)
+                kept.append(measured if own_clock else time.perf_counter() - start)
             tick()
     low, middle, high = statistics.quantiles([a / b for a, b in zip(*times, strict=True)], n=4)
     return {
@@ -210,11 +226,16 @@ def machine() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="measured rounds per pair (default 15)")
+    parser.add_argument("--quick", action="store_true", help="three rounds: to see that it runs, not to quote")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     options = parser.parse_args()
+    rounds = 3 if options.quick else options.rounds
+    if rounds < 2:
+        parser.error("--rounds: 2 or more, a spread needs two")
     torch.set_num_threads(1)  # but for the pairs about threads: two settings at once would measure neither
     everything = pairs()
-    total, done = len(everything) * 2 * (options.rounds + 1), 0
+    wanted = [max(2, rounds // 3) if row[0] == WHOLE else rounds for row in everything]
+    total, done = sum(2 * (count + 1) for count in wanted), 0
 
     def tick() -> None:
         nonlocal done
@@ -224,15 +245,15 @@ def main() -> int:
             print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {done}/{total}", end="", file=sys.stderr, flush=True)
 
     rows: list[dict[str, Any]] = []
-    for what, faulty, one, mended, other in everything:
-        figures = measure(one, other, options.rounds, tick)
+    for (what, faulty, one, mended, other), count in zip(everything, wanted, strict=True):
+        figures = measure(one, other, count, tick, own_clock=what == WHOLE)
         rows.append({"what": what, "faulty": faulty, "mended": mended, **figures})
     if sys.stderr.isatty():
         print(file=sys.stderr)
     if options.json:
-        print(json.dumps({"schema": 1, "machine": machine(), "rounds": options.rounds, "rows": rows}, indent=2))
+        print(json.dumps({"schema": 1, "machine": machine(), "rounds": rounds, "rows": rows}, indent=2))
         return 0
-    print(f"{machine()}; medians of {options.rounds} interleaved rounds")
+    print(f"{machine()}; medians of {rounds} interleaved rounds")
     for row in rows:
         times = f"{row['faulty_s'] * 1000:7.1f} ms -> {row['mended_s'] * 1000:7.1f} ms"
         ratio = f"{row['ratio']:5.2f}x ({row['ratio_low']:.2f} to {row['ratio_high']:.2f})"

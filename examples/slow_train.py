@@ -7,30 +7,61 @@ fast_train.py is the same training with the faults mended. Both run on synthetic
 """
 
 import argparse
+import math
+import random
 import time
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+SIDE = 64  # of a stored picture, in pixels: 8 blocks of 8
+COSINES = torch.tensor(
+    [[math.cos(math.pi * (2 * x + 1) * u / 16) * (0.5 if u else 0.125**0.5) for u in range(8)] for x in range(8)]
+)
+TO_RGB = torch.tensor([[1, 0, 1.402], [1, -0.344, -0.714], [1, 1.772, 0]]) / 16
+
 
 class Pictures(Dataset):
-    """Noisy pictures of ten kinds, told apart by their stripes, "decoded" with real work for the CPU."""
+    """Pictures of ten kinds, told apart by their stripes, and kept the way JPEG keeps them: run lengths of cosine
+    coefficients per block of 8 x 8. So reading one is real work for a CPU, part of it in Python."""
 
     def __init__(self, count):
+        chance = random.Random(0)
         self.count = count
+        self.files = [[self.encoded(kind, chance) for _ in range(5)] for kind in range(10)]
+
+    @staticmethod
+    def encoded(kind, chance):
+        """Per block its mean, then pairs of (coefficients to go on, value), and a 0 that ends it."""
+        data = bytearray()
+        for _ in range(3 * (SIDE // 8) ** 2):
+            data += bytes([128 + chance.randrange(-9, 9), 1 + kind % 5, 150 if kind < 5 else 106])
+            for _ in range(6):
+                data += bytes([1 + chance.randrange(6), 128 + chance.randrange(-12, 12)])
+            data.append(0)
+        return bytes(data)
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
         kind = index % 10
-        generator = torch.Generator().manual_seed(index)
-        picture = torch.randn(3, 32, 32, generator=generator)
-        picture = picture * 0.3 + torch.sin(torch.arange(32) * 0.3 * (kind + 1))
-        for _ in range(20):  # as slow as a small JPEG
-            picture = picture.flip(2).contiguous()
-        return picture, kind
+        data, values = self.files[kind][index // 10 % 5], [0.0] * (3 * SIDE * SIDE)
+        at = block = 0
+        while at < len(data):
+            values[block], place, at = data[at] - 128.0, block, at + 1
+            while data[at]:
+                place += data[at]
+                values[place] = data[at + 1] - 128.0
+                at += 2
+            block, at = block + 64, at + 1
+        blocks = torch.tensor(values).view(3, SIDE // 8, SIDE // 8, 8, 8)
+        pixels = (COSINES @ blocks @ COSINES.T).permute(0, 1, 3, 2, 4).reshape(3, -1)
+        picture = (TO_RGB @ pixels).view(3, SIDE, SIDE)
+        top, left = torch.randint(9, (2,)).tolist()
+        picture = picture[:, top : top + 56, left : left + 56]
+        return (picture.flip(2) if torch.rand(()) < 0.5 else picture), kind
 
 
 def build():
