@@ -25,7 +25,7 @@ ACS, ACS_CONTROL, REDIRECTS = 0x000D, 6, 0b11100  # request and completion redir
     "the kernel reads a slow clock",
     severity=Severity.WARNING,
     action=Action.TELL,
-    cost="each reading of the time is a call into the kernel, of which PyTorch made millions a second in one report; unmeasured",
+    cost="each reading of the time is a call into the kernel, millions a second in one report; unmeasured",
     source="pytorch/pytorch#3390",
 )
 def clock(machine: Machine) -> Iterator[Seen | Unseen]:
