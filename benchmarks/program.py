@@ -28,14 +28,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES.parent))
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import slow_train
 from slow_train import Pictures
 
 from torchtuned.torch import here, loader_args
 
+EXAMPLES = Path(slow_train.__file__).parent
 Way = Callable[[], Any]
 WHOLE = "whole script"
 

@@ -155,7 +155,8 @@ def test_wrong_precision() -> None:
 def test_examples_run(tmp_path: Path) -> None:
     for name in ("slow_train.py", "fast_train.py"):
         words = [sys.executable, str(TOP / "examples" / name), "--epochs", "1", "--samples", "128"]
-        environ = {**os.environ, "PYTHONPATH": str(TOP)}
+        # one thread: on a busy machine two of them wait for each other in every operation
+        environ = {**os.environ, "PYTHONPATH": str(TOP), "OMP_NUM_THREADS": "1"}
         run = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         assert run.stdout.startswith("epoch 0: loss ")
