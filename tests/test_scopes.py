@@ -65,6 +65,16 @@ def test_everything_else_stays(tmp_path: Path, cgroup: str, why: str) -> None:
         (SESSION, SESSION, "cpuset.cpus", "0-3"),
         (SESSION, SESSION, "cpuset.mems", "0"),
         (SESSION, SESSION, "io.max", "8:0 rbps=1 wbps=max riops=max wiops=max"),
+        (SESSION, SESSION, "pids.max", "100"),
+        (SESSION, SESSION, "io.latency", "8:0 target=75000"),
+        (SESSION, SESSION, "io.prio.class", "idle"),
+        (SESSION, SESSION, "cpu.weight", "10"),
+        (SESSION, SESSION, "cpu.idle", "1"),
+        (SESSION, SESSION, "io.weight", "default 50"),
+        (SESSION, SESSION, "cpu.uclamp.max", "50.00"),
+        (SESSION, SESSION, "hugetlb.2MB.max", "0"),
+        (SESSION, SESSION, "misc.max", "sev 1"),
+        (SESSION, SESSION, "rdma.max", "mlx5_0 hca_handle=2 hca_object=max"),
         (TERMINAL, TERMINAL, "memory.swap.max", "0"),
         (TERMINAL, "/user.slice/user-1000.slice/user@1000.service/app.slice", "memory.max", "4096"),
         (TERMINAL, "/user.slice/user-1000.slice/user@1000.service", "cpu.max", "100000 100000"),
@@ -75,6 +85,41 @@ def test_becoming_a_job_is_no_way_out_of_a_limit(tmp_path: Path, cgroup: str, at
     assert isinstance(found, str)
     assert name in found
     assert at.rpartition("/")[2] in found
+
+
+def test_files_that_limit_nothing(tmp_path: Path) -> None:
+    """As a kernel and systemd leave them; a heavier weight is no limit."""
+    free = {
+        **{"memory.max": "max", "memory.high": "max", "pids.max": "max", "cpu.max": "max 100000", "cpu.weight": "200"},
+        **{"io.weight": "default 100", "io.max": "", "io.latency": "", "io.prio.class": "no-change", "cpu.idle": "0"},
+        **{"cpu.uclamp.max": "max", "hugetlb.2MB.max": "max", "hugetlb.1GB.rsvd.max": "max", "misc.max": "sev max"},
+        **{"rdma.max": "mlx5_0 hca_handle=max hca_object=max", "cpuset.cpus": "", "cpuset.mems": ""},
+    }
+    files = {path: text for name, value in free.items() for path, text in limit(SESSION, name, value).items()}
+    assert scopes.move(host(tmp_path, **files), SESSION) == scopes.Move(slice="user-1000.slice")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file"),
+    [
+        (SESSION, "etc/systemd/system/session-.scope.d/net.conf"),
+        (SESSION, "etc/systemd/system/scope.d/net.conf"),
+        (SESSION, "run/systemd/system.control/session-3.scope.d/50-IPAddressDeny.conf"),
+        (TERMINAL, "etc/systemd/system/user@.service.d/net.conf"),
+        (TERMINAL, "etc/systemd/system/user@1000.service.d/net.conf"),
+    ],
+)
+def test_what_systemd_enforces_by_programs_is_a_limit(tmp_path: Path, cgroup: str, file: str) -> None:
+    """IPAddressDeny= and its like have no file in the cgroup."""
+    found = scopes.move(host(tmp_path, **{file: "[Scope]\nIPAddressDeny=any\n"}), cgroup)
+    assert isinstance(found, str)
+    assert f"IPAddressDeny= in /{file}" in found
+
+
+def test_other_settings_of_the_administrator_are_none(tmp_path: Path) -> None:
+    file = "etc/systemd/system/user@.service.d/delegate.conf"
+    tree = host(tmp_path, **{file: "[Service]\nDelegate=cpu cpuset io memory pids\n#IPAddressDeny=any\n"})
+    assert scopes.move(tree, TERMINAL) == scopes.Move(slice="user-1000.slice")
 
 
 def test_limits_of_the_slice_and_above_go_on_holding_and_do_not_matter(tmp_path: Path) -> None:

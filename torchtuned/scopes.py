@@ -17,7 +17,7 @@ from torchtuned.host import Host
 MOUNT = "/sys/fs/cgroup"
 UNLIMITED = 2**64 - 1  # systemd's "infinity"
 CPUSET_KERNEL = (6, 2)  # older ones wipe every task's affinity when the first cpuset appears
-# What a leaf or the cgroups above it may say to mean "no limit"; files the kernel or the controller lacks are none
+# What the leaf and the cgroups above it say that have no limit; files that the kernel or the controller lacks are none
 LIMITS = {
     "memory.max": "max",
     "memory.high": "max",
@@ -27,7 +27,21 @@ LIMITS = {
     "cpuset.cpus": "",
     "cpuset.mems": "",
     "io.max": "",
+    "io.latency": "",
+    "io.prio.class": "no-change",
+    "cpu.uclamp.max": "max",
+    "cpu.idle": "0",
 }
+HUGE = re.compile(r"hugetlb\.[^.]+\.(rsvd\.)?max")
+KEYED = ("rdma.max", "misc.max")  # lines of KEY VALUE or KEY NAME=VALUE…, "max" where nothing is limited
+WEIGHTS = {"cpu.weight": 100, "io.weight": 100, "io.bfq.weight": 100}  # less than their defaults is a limit among peers
+# What systemd enforces by programs in the kernel, which no file of the cgroup tells: only the administrator's own words
+PROGRAMS = re.compile(
+    r"^\s*(IPAddress(?:Allow|Deny)|IP(?:In|E)gressFilterPath|Device(?:Allow|Policy)|RestrictNetworkInterfaces"
+    r"|SocketBind(?:Allow|Deny)|BPFProgram|NFTSet)\s*=",
+    re.MULTILINE,
+)
+ADMINS = ("/etc/systemd/system", "/run/systemd/system", "/etc/systemd/system.control", "/run/systemd/system.control")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +123,12 @@ def move(host: Host, cgroup: str) -> Move | str:
     tasks = UNLIMITED
     for depth in range(len(parts), home + 1, -1):
         path = f"{MOUNT}/{'/'.join(parts[:depth])}"
-        for name, free in LIMITS.items():
-            value = _read(host, f"{path}/{name}")
-            if value is not None and value != free:
-                return f"{parts[depth - 1]} has a limit, {name} = {value.partition(chr(10))[0]}"
-        quota = _read(host, f"{path}/cpu.max")
-        if quota is not None and not quota.startswith("max"):
-            return f"{parts[depth - 1]} has a limit, cpu.max = {quota}"
+        if limit := _limit(host, path) or _program(host, parts[depth - 1]):
+            return f"{parts[depth - 1]} has a limit, {limit}"
         pids = _read(host, f"{path}/pids.max")
         if pids is not None and pids.isdecimal():
+            if manager is None:  # logind sets none, and several jobs would have it several times
+                return f"{parts[depth - 1]} has a limit, pids.max = {pids}"
             tasks = min(tasks, int(pids))
     return Move(slice=parts[home], tasks_max=tasks)
 
@@ -146,6 +157,43 @@ def has_cpuset(host: Host) -> bool:
         return "cpuset" in host.read(f"{MOUNT}/cgroup.controllers").split()
     except HostError:
         return False
+
+
+def _limit(host: Host, path: str) -> str:
+    """The first limit that a cgroup's own files tell, as "FILE = VALUE"; "" without one."""
+    huge = dict.fromkeys((name for name in host.list(path) if HUGE.fullmatch(name)), "max")
+    for name, free in {**LIMITS, **huge}.items():
+        value = _read(host, f"{path}/{name}")
+        if value is not None and value != free:
+            return f"{name} = {value.partition(chr(10))[0]}"
+    quota = _read(host, f"{path}/cpu.max")
+    if quota is not None and not quota.startswith("max"):
+        return f"cpu.max = {quota}"
+    for name in KEYED:
+        for line in (_read(host, f"{path}/{name}") or "").splitlines():
+            if any(word.rpartition("=")[2] != "max" for word in line.split()[1:]):
+                return f"{name} = {line}"
+    for name, usual in WEIGHTS.items():
+        weight = (_read(host, f"{path}/{name}") or "").removeprefix("default ").partition("\n")[0]
+        if weight.isdecimal() and len(weight) < 9 and int(weight) < usual:
+            return f"{name} = {weight}"
+    return ""
+
+
+def _program(host: Host, unit: str) -> str:
+    """The first line in a drop-in of the administrator's for a unit, or for all of its kind, that systemd enforces by a
+    program; "" without one.
+    """
+    stem, _, kind = unit.rpartition(".")
+    dashes = [stem[: i + 1] for i, sign in enumerate(stem) if sign == "-"]
+    template = [stem[: stem.index("@") + 1]] if "@" in stem else []
+    for folder in ADMINS:
+        for name in (*(f"{start}.{kind}.d" for start in (stem, *template, *dashes)), f"{kind}.d"):
+            for file in host.list(f"{folder}/{name}"):
+                found = PROGRAMS.search(host.text(f"{folder}/{name}/{file}")) if file.endswith(".conf") else None
+                if found:
+                    return f"{found[1]}= in {folder}/{name}/{file}"
+    return ""
 
 
 def _read(host: Host, path: str) -> str | None:

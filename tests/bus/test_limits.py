@@ -1,0 +1,123 @@
+"""A user who becomes a job keeps the limits of the session, and gets no more of the daemon than everybody: tried by
+a real second user, with a PID 1 that would do as it is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes.tree import make_tree
+from harness import GPU, MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus, Service, small_machine
+
+Start = Callable[..., Daemon]
+Fake = Callable[..., Service]
+SESSION = "/user.slice/user-1000.slice/session-3.scope"
+MINE = f"sys/fs/cgroup{SESSION}"
+LIMITS = {
+    "MemoryMax": ("memory.max", "1073741824"),
+    "TasksMax": ("pids.max", "50"),
+    "CPUQuota": ("cpu.max", "150000 100000"),
+    "AllowedCPUs": ("cpuset.cpus", "0-1"),
+    "IOMax": ("io.max", "8:0 rbps=1048576 wbps=max riops=max wiops=max"),
+    "CPUWeight": ("cpu.weight", "10"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_nobody_leaves_the_limits_of_a_session(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path, name: str
+) -> None:
+    file, value = LIMITS[name]
+    make_tree(tree, {f"{MINE}/{file}": f"{value}\n"})
+    pid1 = services("systemd1", "--version", "257")
+    daemon("--sysroot", tree)
+    with bus.user(USER) as job:
+        for confine in (None, "cpuset", "affinity"):
+            path, grant = job.start({"gpus": [], "cpus": "1", "confine": confine})
+            assert (grant["scope"], grant["confinement"]) == ("", "affinity")
+            job.release(path)
+    assert pid1.calls("StartTransientUnit") == []
+    assert pid1.calls("SetUnitProperties") == []
+
+
+def test_a_limit_that_comes_between_register_and_commit_holds(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    pid1 = services("systemd1", "--version", "257")
+    daemon("--sysroot", tree)
+    with bus.user(USER) as job:
+        path, grant = job.register({"gpus": []})
+        assert grant["confinement"] == "cpuset"
+        (tree / MINE / "memory.max").write_text("4096\n")
+        assert job.commit(path)["scope"] == ""
+    assert pid1.calls("StartTransientUnit") == []
+
+
+def test_the_slice_stays_above_the_job(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
+    """What limits user-1000.slice, and user.slice above it, limits the scope: it is made in that very slice."""
+    make_tree(
+        tree,
+        {
+            "sys/fs/cgroup/user.slice/user-1000.slice/memory.max": "4096\n",
+            "sys/fs/cgroup/user.slice/pids.max": "100\n",
+            "sys/fs/cgroup/user.slice/user-1000.slice/cpu.max": "200000 100000\n",
+        },
+    )
+    pid1 = services("systemd1", "--version", "257")
+    daemon("--sysroot", tree)
+    with bus.user(USER) as job:
+        _, grant = job.start({"gpus": []})
+        assert grant["threads"] == 2  # the slice's quota
+        assert pid1.get("scopes")[grant["scope"]]["Slice"] == "user-1000.slice"
+
+
+def test_a_job_within_a_job_leaves_nothing(bus: PrivateBus, services: Fake, daemon: Start) -> None:
+    pid1 = services("systemd1", "--version", "257")
+    inner = "/user.slice/user-1000.slice/torchtuned-job-1.scope"
+    daemon("--sysroot", small_machine(bus.folder, session=inner))
+    with bus.user(USER) as job:
+        assert job.start({"gpus": []})[1]["scope"] == ""
+    assert pid1.calls("StartTransientUnit") == []
+
+
+def test_gpus_of_another_cannot_be_had(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    daemon("--sysroot", tree)
+    with bus.user(USER) as mine, bus.user(OTHER) as thief:
+        path, grant = mine.start({"gpus": 1})
+        [address] = grant["gpus"]
+        for gpus in ([address], 2):
+            with pytest.raises(RuntimeError, match="Busy"):
+                thief.register({"gpus": gpus})
+        with pytest.raises(RuntimeError, match="NotAuthorized"):
+            thief.release(path)
+        with pytest.raises(RuntimeError, match="NotAuthorized"):
+            thief.do("call", ROOT, MANAGER, "Commit", "o", path)
+        with pytest.raises(RuntimeError, match="NotAuthorized"):
+            thief.register({"gpus": 1}, pid=mine.pid)
+        assert bus.get(f"{ROOT}/gpus/{address.translate(str.maketrans(':.', '__'))}", GPU, "Job") == path
+
+
+def test_as_many_connections_as_a_user_may_have(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """The daemon serves others meanwhile, and keeps nothing of them."""
+    one = daemon("--sysroot", tree)
+    one.wait_for("ready")
+    process = psutil.Process(one.process.pid)
+    before = process.num_fds()
+    with bus.user(OTHER) as crowd, bus.user(USER) as job:
+        assert crowd.do("open", 240) == 240  # of the 256 that the bus gives to one user
+        assert job.start({"cpus": "1"})[1]["state"] == "running"
+    one.wait_for("0 jobs")
+    assert process.num_fds() == before
+
+
+@pytest.mark.parametrize("knob", ["sysctl/../../etc/passwd", "cpu/../../x", "../../etc/shadow", "\n", "sysctl/a\0b"])
+def test_nothing_outside_of_the_knobs_is_written(bus: PrivateBus, daemon: Start, tree: Path, knob: str) -> None:
+    """Not even by root, who alone may undo here: a name of a knob is looked up, never made a path."""
+    daemon("--sysroot", tree).wait_for("ready")
+    make_tree(tree, {"etc/passwd": "root\n"})
+    with bus.user(0) as root, pytest.raises(RuntimeError, match=r"Error\.(NoSuchKnob|InvalidRequest)"):
+        root.do("call", ROOT, MANAGER, "Undo", "as", [knob])
+    assert (tree / "etc/passwd").read_text() == "root\n"
