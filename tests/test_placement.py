@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.tree import (
+    CPU,
     gpu_addresses,
     machine,
     machine_a,
@@ -158,6 +159,45 @@ def test_o13_parts_of_cores_and_of_an_l3(tmp_path: Path, policy: str, ranks: lis
     assert by_rank(grant) == ranks
     partial = ("the affinity leaves only a part of some core complexes",)
     assert grant.warnings == (partial if policy == "core-complex" else ())
+
+
+SNC4 = {0: "0-7", 7: "8-15", 3: "16-23", 21: "24-31", 4: "32-39", 60: "40-47", 9: "48-55", 2: "56-63", 33: "", 34: ""}
+
+
+def snc4(*gpus: int) -> Files:
+    """Two sockets of four nodes with ids in no order, four threads a core, and memory on CXL next to node 9."""
+    ids = sorted(SNC4)
+    rows = {i: " ".join("10" if i == j else "14" if {i, j} == {33, 9} else "20" for j in ids) for i in ids}
+    cores = [f"{first}-{first + 3}" for first in range(0, 64, 4)]
+    return machine(cores=cores, packages=["0-31", "32-63"], nodes=SNC4, distances=rows, gpus=on_nodes(*gpus))
+
+
+def test_a_lost_node_costs_only_its_own_gpus(tmp_path: Path) -> None:
+    """The others keep the cores near them, and what is near none goes to those that have lost theirs."""
+    found = read(tmp_path / "whole", snc4(60, 33, 2))
+    assert by_rank(place(found, [], all_gpus(found))) == ["40-47", "48-55", "56-63"]
+    limits = {f"{CPU}/isolated": "40-47\n", f"{CPU}/online": "0-55,57-63\n"}
+    found = read(tmp_path / "less", snc4(60, 33, 2) | limits)
+    grant = place(found, [], all_gpus(found))
+    assert by_rank(grant) == ["0-7,16-23", "48-55", "57-63"]
+    (warning,) = grant.warnings
+    assert "leave no core near GPU 0000:10:00.0: a fair part of the 10 cores that are near no other GPU" in warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "ranks"),
+    [
+        ({0: "0-5", 1: "2-7"}, (0, 1), ["0-3", "4-7"]),
+        ({0: "0-7", 1: "4-7"}, (0, 1), ["0-3", "4-7"]),
+        ({0: "0-7", 1: "0-5"}, (0, 1), ["4-7", "0-3"]),
+        ({0: "0-7", 1: "2-7"}, (0, 1, 1, 1), ["0-1", "2-3", "4-5", "6-7"]),
+    ],
+)
+def test_nodes_that_overlap_share_what_they_have_in_common(
+    tmp_path: Path, nodes: dict[int, str], gpus: tuple[int, ...], ranks: list[str]
+) -> None:
+    found = read(tmp_path, machine(cores=[str(cpu) for cpu in range(8)], nodes=nodes, gpus=on_nodes(*gpus)))
+    assert by_rank(place(found, [], all_gpus(found))) == ranks
 
 
 def test_o15_possible_nodes_that_are_not_there(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ the machine has none left is anything shared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet, format_list
@@ -69,7 +69,7 @@ def _plans(space: Space, gpus: Sequence[Gpu]) -> tuple[list[_Plan], list[str]]:
     homes, fair = _homes(space, gpus)
     pools = [space.near(gpu.local_cpus) for gpu in gpus]
     sizes = [len(homes[gpu.address]) for gpu in gpus]
-    reasons = [_home_reason(space, gpu, homes[gpu.address], fair=fair) for gpu in gpus]
+    reasons = [_home_reason(space, gpu, homes[gpu.address], fair=gpu.address in fair) for gpu in gpus]
     if kind == "node":
         for local in {gpu.local_cpus: pool for gpu, pool in zip(gpus, pools, strict=True)}.values():
             mates = [i for i, pool in enumerate(pools) if pool == local]
@@ -122,31 +122,59 @@ def _settle(space: Space, plan: _Plan, share: Share) -> None:
         space.share(share.cores, whose)
 
 
-def _homes(space: Space, gpus: Sequence[Gpu]) -> tuple[dict[str, list[Piece]], bool]:
-    """The home of every GPU of the machine, and whether these are fair parts of everything instead of their nodes'.
+def _homes(space: Space, gpus: Sequence[Gpu]) -> tuple[dict[str, list[Piece]], frozenset[str]]:
+    """The home of every GPU of the machine, and which have a fair part of other cores because none near is usable.
 
-    GPUs that are near the same CPUs divide those; where one set lies inside another the inner one goes first.
+    GPUs that are near the same CPUs divide those. What is no GPU's home goes to those without; only where that is
+    nothing does every GPU get a fair part of everything.
     """
     everyone = space.machine.gpus
-    homes: dict[str, list[Piece]] = {}
-    given: set[int] = set()
     mates: dict[CpuSet, list[Gpu]] = {}
     for gpu in everyone:
         mates.setdefault(gpu.local_cpus, []).append(gpu)
-    for local in sorted(mates, key=lambda cpus: (len(cpus), min(cpus, default=-1))):
-        near_by = [piece for piece in space.near(local) if piece.first not in given]
-        given |= {piece.first for piece in near_by}
-        shares = deal(near_by, len(mates[local]))
+    homes: dict[str, list[Piece]] = {}
+    for local, own in _parted(space, {local: len(gpus) for local, gpus in mates.items()}).items():
+        shares = deal(own, len(mates[local]))
         homes |= {gpu.address: share for gpu, share in zip(mates[local], shares, strict=True)}
-    stranded = [gpu.address for gpu in gpus if not homes[gpu.address]]
-    if not stranded:
-        return homes, False
-    space.warn(
-        f"CPUs {format_list(cpus_of(space.cores))} leave no core near GPU {', '.join(stranded)}: "
-        "every GPU gets a fair part of what is allowed"
-    )
+    given = {piece.first for home in homes.values() for piece in home}
+    lost = [gpu for gpu in everyone if not homes[gpu.address]]
+    names = ", ".join(gpu.address for gpu in gpus if gpu in lost)
+    if not names:
+        return homes, frozenset()
+    told = f"CPUs {format_list(cpus_of(space.cores))} leave no core near GPU {names}: "
+    spare = [piece for piece in space.cores if piece.first not in given]
+    if len(spare) >= len(lost):
+        space.warn(told + f"a fair part of the {len(spare)} cores that are near no other GPU is used")
+        for i, gpu in enumerate(lost):
+            size = min(max(1, len(space.cores) // len(everyone)), len(spare) // (len(lost) - i))
+            order = near(spare, space.machine, -1 if gpu.numa_node is None else gpu.numa_node)
+            homes[gpu.address] = order[:size]
+            spare = [piece for piece in spare if piece not in order[:size]]
+        return homes, frozenset(gpu.address for gpu in lost)
+    space.warn(told + "every GPU gets a fair part of what is allowed")
     shares = deal_or_share(by_node(space.cores), len(everyone))
-    return {gpu.address: share for gpu, share in zip(everyone, shares, strict=True)}, True
+    fair = {gpu.address: share for gpu, share in zip(everyone, shares, strict=True)}
+    return fair, frozenset(fair)
+
+
+def _parted(space: Space, users: Mapping[CpuSet, int]) -> dict[CpuSet, list[Piece]]:
+    """The usable cores of each set of CPUs, with so many users. Where sets overlap, what several have goes to those
+    that have the fewest cores for each user.
+    """
+    sets = sorted(users, key=lambda cpus: (len(cpus), min(cpus, default=-1)))
+    common: dict[tuple[CpuSet, ...], list[Piece]] = {}
+    for piece in space.cores:
+        common.setdefault(tuple(cpus for cpus in sets if piece.first in cpus), []).append(piece)
+    own: dict[CpuSet, list[Piece]] = {cpus: [] for cpus in users}
+    for owners, cores in sorted(common.items(), key=lambda item: len(item[0])):
+        counts = dict.fromkeys(owners, 0)
+        for _ in cores if owners else ():
+            counts[min(owners, key=lambda cpus: (len(own[cpus]) + counts[cpus]) / users[cpus])] += 1
+        start = 0
+        for cpus in sorted(owners, key=min):
+            own[cpus] += cores[start : start + counts[cpus]]
+            start += counts[cpus]
+    return {cpus: sorted(cores, key=lambda piece: piece.first) for cpus, cores in own.items()}
 
 
 def _home_reason(space: Space, gpu: Gpu, home: Sequence[Piece], *, fair: bool) -> str:
