@@ -295,6 +295,7 @@ def _log_to(stream: Any) -> None:
         status = os.fstat(stream.fileno())
         if os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}":
             handler = journal.JournalHandler(SYSLOG_IDENTIFIER="torchtunedd")
+            handler.setFormatter(logging.Formatter("%(message)s"))  # the level is a field of its own there
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
