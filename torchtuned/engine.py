@@ -17,7 +17,7 @@ from torchtuned.config import Config
 from torchtuned.configfiles import read_config as read_config
 from torchtuned.deadline import Deadline, Hung
 from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
-from torchtuned.host import Host
+from torchtuned.host import BOOT_ID, Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome, Row, State, left_to
 from torchtuned.survey import UNKNOWN, Case, Hanging, Survey, Wanted, matches
@@ -33,8 +33,6 @@ from torchtuned.tunables.sysctl import GLOB, SysctlFamily
 NOT_WANTED = "given back: no longer in the policy"
 NOT_IN_FORCE = "not in force: apply sets it"
 UNDO_S = 100.0  # a person waits for it, and the command gives up after 120
-
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def all_families() -> tuple[Family, ...]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # ESRCH and ENODEV: the process or device went away between open and read, which is the same as not being there
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESRCH, errno.ENODEV, errno.ENXIO, errno.ELOOP})
 _CHUNK = 65536
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 SPACE = (
     "/.torchtuned/space"  # in a folder: what statvfs(3) said, a line for each file system: PATH TOTAL FREE INODES FREE
 )

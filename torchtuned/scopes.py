@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet
-from torchtuned.errors import HostError
 from torchtuned.host import Host
 
 MOUNT = "/sys/fs/cgroup"
@@ -125,8 +124,8 @@ def move(host: Host, cgroup: str) -> Move | str:
         path = f"{MOUNT}/{'/'.join(parts[:depth])}"
         if limit := _limit(host, path) or _program(host, parts[depth - 1]):
             return f"{parts[depth - 1]} has a limit, {limit}"
-        pids = _read(host, f"{path}/pids.max")
-        if pids is not None and pids.isdecimal():
+        pids = host.text(f"{path}/pids.max")
+        if pids.isdecimal():
             if manager is None:  # logind sets none, and several jobs would have it several times
                 return f"{parts[depth - 1]} has a limit, pids.max = {pids}"
             tasks = min(tasks, int(pids))
@@ -143,38 +142,31 @@ def holds(scope: str, cgroup: str) -> bool:
 
 def kernel(host: Host) -> tuple[int, int]:
     """Version of the running kernel, (0, 0) when it is not known."""
-    try:
-        release = host.read("/proc/sys/kernel/osrelease")
-    except HostError:
-        return 0, 0
-    found = re.match(r"(\d+)\.(\d+)", release)
+    found = re.match(r"(\d+)\.(\d+)", host.text("/proc/sys/kernel/osrelease"))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def has_cpuset(host: Host) -> bool:
     """Whether units can have AllowedCPUs=: the cpuset controller is one of the unified hierarchy's."""
-    try:
-        return "cpuset" in host.read(f"{MOUNT}/cgroup.controllers").split()
-    except HostError:
-        return False
+    return "cpuset" in host.text(f"{MOUNT}/cgroup.controllers").split()
 
 
 def _limit(host: Host, path: str) -> str:
     """The first limit that a cgroup's own files tell, as "FILE = VALUE"; "" without one."""
     huge = dict.fromkeys((name for name in host.list(path) if HUGE.fullmatch(name)), "max")
     for name, free in {**LIMITS, **huge}.items():
-        value = _read(host, f"{path}/{name}")
-        if value is not None and value != free:
+        value = host.text(f"{path}/{name}", free)
+        if value != free:
             return f"{name} = {value.partition(chr(10))[0]}"
-    quota = _read(host, f"{path}/cpu.max")
-    if quota is not None and not quota.startswith("max"):
+    quota = host.text(f"{path}/cpu.max", "max")
+    if not quota.startswith("max"):
         return f"cpu.max = {quota}"
     for name in KEYED:
-        for line in (_read(host, f"{path}/{name}") or "").splitlines():
+        for line in host.text(f"{path}/{name}").splitlines():
             if any(word.rpartition("=")[2] != "max" for word in line.split()[1:]):
                 return f"{name} = {line}"
     for name, usual in WEIGHTS.items():
-        weight = (_read(host, f"{path}/{name}") or "").removeprefix("default ").partition("\n")[0]
+        weight = host.text(f"{path}/{name}").removeprefix("default ").partition("\n")[0]
         if weight.isdecimal() and len(weight) < 9 and int(weight) < usual:
             return f"{name} = {weight}"
     return ""
@@ -194,10 +186,3 @@ def _program(host: Host, unit: str) -> str:
                 if found:
                     return f"{found[1]}= in {folder}/{name}/{file}"
     return ""
-
-
-def _read(host: Host, path: str) -> str | None:
-    try:
-        return host.read(path)
-    except HostError:
-        return None

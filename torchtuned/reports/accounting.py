@@ -7,7 +7,6 @@ they have waited for say, so they are a lower bound and are marked as such ("of"
 from __future__ import annotations
 
 from torchtuned.cpulimits import limits
-from torchtuned.errors import HostError
 from torchtuned.host import Host
 from torchtuned.reports import proctree, usage
 from torchtuned.reports.usage import Figures
@@ -31,24 +30,24 @@ def cgroup_of(host: Host, pid: int, scope: str) -> str:
 def of_cgroup(host: Host, cgroup: str) -> Figures:
     """The figures of a cgroup (path in the unified hierarchy); empty when it is gone."""
     folder = f"{MOUNT}{cgroup}"
-    cpu = usage.cpu_stat(_read(host, f"{folder}/cpu.stat"))
+    cpu = usage.cpu_stat(host.text(f"{folder}/cpu.stat"))
     if not cpu:
         return {}
     memory: Figures = {}
     for name, file in (("current", "memory.current"), ("peak", "memory.peak"), ("swap", "memory.swap.current")):
-        if (text := _read(host, f"{folder}/{file}")).isdecimal():
+        if (text := host.text(f"{folder}/{file}")).isdecimal():
             memory[name] = int(text)
-    if text := _read(host, f"{folder}/memory.events"):
+    if text := host.text(f"{folder}/memory.events"):
         memory["events"] = usage.keyed(text)
-    if nodes := usage.by_node(_read(host, f"{folder}/memory.numa_stat")):
+    if nodes := usage.by_node(host.text(f"{folder}/memory.numa_stat")):
         memory["nodes"] = {str(node): number for node, number in nodes.items()}
     found: Figures = {"of": "cgroup", "cpu": cpu, "memory": memory}
     if host.exists(f"{folder}/io.stat"):
-        found["io"] = usage.io_stat(_read(host, f"{folder}/io.stat"))
-    waits = {what: usage.pressure(_read(host, f"{folder}/{what}.pressure")) for what in ("cpu", "memory", "io")}
+        found["io"] = usage.io_stat(host.text(f"{folder}/io.stat"))
+    waits = {what: usage.pressure(host.text(f"{folder}/{what}.pressure")) for what in ("cpu", "memory", "io")}
     if any(waits.values()):
         found["pressure"] = {what: wait for what, wait in waits.items() if wait}
-    if (text := _read(host, f"{folder}/pids.current")).isdecimal():
+    if (text := host.text(f"{folder}/pids.current")).isdecimal():
         found["tasks"] = int(text)
     return found
 
@@ -74,14 +73,7 @@ def oom_kills(host: Host, cgroup: str) -> dict[str, int]:
     found = {}
     for depth in range(len(parts), 0, -1):
         path = "/" + "/".join(parts[:depth])
-        events = usage.keyed(_read(host, f"{MOUNT}{path}/memory.events"))
+        events = usage.keyed(host.text(f"{MOUNT}{path}/memory.events"))
         if "oom_kill" in events:
             found[path] = events["oom_kill"]
     return found
-
-
-def _read(host: Host, path: str) -> str:
-    try:
-        return host.read(path)
-    except HostError:
-        return ""

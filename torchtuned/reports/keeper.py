@@ -23,7 +23,7 @@ from torchtuned.cpulimits import limits
 from torchtuned.errors import HostError, InvalidRequest, NoSuchJob
 from torchtuned.findings import Finding
 from torchtuned.gpus import Sample
-from torchtuned.host import Host
+from torchtuned.host import BOOT_ID, Host
 from torchtuned.jobs import Job, State
 from torchtuned.manager import View
 from torchtuned.reports import accounting, jobrecord, journal, postmortem
@@ -39,7 +39,6 @@ ASKED_S = 3.0  # how long a report waits for a check of the host: a GPU that han
 SETTLE_S = 1.0  # from a job's end until the journal is read: PID 1 and systemd-oomd write after the fact
 CLOSE_S = 2.0  # at the end, for what is being looked at: a GPU may hang, and giving all values back comes after this
 BURST_S = 1.0  # changes of memory.events within this are read once
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class Reports:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._writing = asyncio.Lock()
-        self._boot = _boot(host)
+        self._boot = host.text(BOOT_ID)
 
     async def load(self) -> None:
         """Find what an earlier daemon left unfinished: before jobs are adopted."""
@@ -125,7 +124,7 @@ class Reports:
         if record is None:
             return
         record.job, record.ended = job, record.left_at if record.left_at and not record.cgroup else now()
-        record.released = not record.left_at and _lives(job)
+        record.released = not record.left_at and processes.lives(job.process)
         if self._inotify is not None:
             self._inotify.remove(job.id)
         self._cancel(job.id)
@@ -351,17 +350,3 @@ class Reports:
 
 def _since(record: Record) -> int:
     return postmortem.since(record.name.started, record.ended, record.oom_at)
-
-
-def _lives(job: Job) -> bool:
-    try:
-        return processes.start_time(job.process.pid) == job.process.start
-    except OSError:
-        return False
-
-
-def _boot(host: Host) -> str:
-    try:
-        return host.read(BOOT_ID)
-    except HostError:
-        return ""

@@ -88,14 +88,9 @@ def _rank_door() -> tuple[str, str]:
 
 
 def _thp() -> str:
-    from torchtuned.errors import HostError
     from torchtuned.host import Host
 
-    try:
-        modes = Host().read("/sys/kernel/mm/transparent_hugepage/enabled")
-    except HostError:
-        return ""
-    return modes.partition("[")[2].partition("]")[0]
+    return Host().text("/sys/kernel/mm/transparent_hugepage/enabled").partition("[")[2].partition("]")[0]
 
 
 def _tcmalloc() -> str:
