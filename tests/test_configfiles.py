@@ -91,7 +91,7 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
         read_config(host)
     with pytest.raises(InvalidConfig, match=r"asked for: unknown profile '\.\./x'"):
         read_config(host, "../x")
-    with pytest.raises(InvalidConfig, match="asked for: no profiles"):
+    with pytest.raises(InvalidConfig, match="no profile 'training', nor any other in /etc/.* or /usr/.*: install"):
         read_config(Host(tmp_path / "var"), "training")
 
 
@@ -131,8 +131,68 @@ def test_what_others_can_write_is_refused(tmp_path: Path, what: str) -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     host = machine(tmp_path, {"etc/torchtuned/conf.d/a.conf/x": ""})
-    with pytest.raises(InvalidConfig, match=r"/etc/torchtuned/conf.d/a.conf: is a directory"):
+    with pytest.raises(InvalidConfig, match=r"/etc/torchtuned/conf.d/a.conf: a folder, not a file"):
         read_config(host)
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        ({"torchtuned.conf": "-> moved.conf"}, "torchtuned.conf: a link that leads nowhere: no such file"),
+        ({"torchtuned.conf": "-> torchtuned.conf"}, "torchtuned.conf: a link that leads nowhere: too many levels"),
+        ({"conf.d": "plain"}, "conf.d: not a folder"),
+        ({"conf.d": "-> conf.d"}, "conf.d: a link that leads nowhere"),
+        ({"conf.d/a.conf": "-> gone"}, "conf.d/a.conf: a link that leads nowhere"),
+        ({"profiles": "plain"}, "profiles: not a folder"),
+        ({"torchtuned.conf/x": ""}, "torchtuned.conf: a folder, not a file"),
+        ({"../torchtuned": "plain"}, "torchtuned.conf: not a directory"),
+        ({"../torchtuned": "-> gone"}, "torchtuned: a link that leads nowhere"),
+        ({"../../var/lib/torchtuned/profile": "-> gone"}, "profile: a link that leads nowhere"),
+        ({"torchtuned.conf": "\ufeff[sysctl]\n"}, r"conf:1: begins with a byte order mark \(UTF-8\); save it as UTF-8"),
+        ({"torchtuned.conf": "[sysctl]\n".encode("utf-16")}, r"byte order mark \(UTF-16\)"),
+    ],
+)
+def test_a_mistake_with_a_file_is_no_wish_for_no_configuration(
+    tmp_path: Path, files: Mapping[str, str | bytes], fault: str
+) -> None:
+    host = machine(tmp_path, {"etc/x": ""})
+    make_tree(tmp_path / "etc/torchtuned" if ".." not in str(files) else tmp_path / "etc", {
+        name.removeprefix("../"): content for name, content in files.items()
+    })  # fmt: skip
+    with pytest.raises(InvalidConfig, match=fault) as caught:
+        read_config(host)
+    assert "chmod" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["torchtuned.conf", "conf.d/a.conf", "profiles/training.conf"])
+def test_a_pipe_is_told_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    host = machine(tmp_path, {f"etc/torchtuned/{folder}/x": "" for folder in ("conf.d", "profiles")})
+    os.mkfifo(tmp_path / "etc/torchtuned" / name)
+    with pytest.raises(InvalidConfig, match=f"{name}: a pipe, not a file"):
+        read_config(host)
+
+
+def test_dev_null_masks_and_nobody_is_told_to_chmod_it(tmp_path: Path) -> None:
+    host = machine(tmp_path, {"etc/torchtuned/torchtuned.conf": "-> /dev/null"})
+    assert wanted(host)["sysctl/vm.swappiness"][0] == "<=10"
+    make_tree(tmp_path, {"etc/torchtuned/profiles/training.conf": "-> /dev/null"})
+    with pytest.raises(InvalidConfig, match="default: unknown profile 'training'"):
+        read_config(host)
+    assert [known.name for known in profiles(host)] == ["quiet"]
+
+
+def test_faults_of_profiles_come_with_all_others(tmp_path: Path) -> None:
+    files = {
+        f"{SHARE}/quiet.conf": "[policy]\ninclude = zz ../../x\n[cpu]\nx = 1\n",
+        "etc/torchtuned/torchtuned.conf": "[policy]\nprofile = quiet\n[jobs]\nslots = x\n",
+        "etc/torchtuned/conf.d/a.conf": "-> gone",
+    }
+    with pytest.raises(InvalidConfig) as caught:
+        read_config(machine(tmp_path, files))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5
+    for number, words in enumerate(("a.conf: a link", "'zz'", "'../../x'", "quiet.conf:4: ", "torchtuned.conf:4: ")):
+        assert words in lines[number]
 
 
 @pytest.mark.parametrize("name", ["training", "throughput", "latency", "quiet", "observe"])

@@ -97,12 +97,15 @@ class _Line:
         return f"{self.file}:{self.line}"
 
 
-def load(files: Sequence[tuple[str, str]], *, profile: str = "", profile_source: str = "") -> Config:
+def load(
+    files: Sequence[tuple[str, str]], *, profile: str = "", profile_source: str = "", faults: Iterable[str] = ()
+) -> Config:
     """Merge files of (path, text), later ones win, into a configuration.
 
-    `profile` says what was chosen outside of the files. InvalidConfig names every fault of every file at once.
+    `profile` says what was chosen outside of the files, `faults` what was wrong with finding them. InvalidConfig names
+    these and every fault of every file at once.
     """
-    faults: list[str] = []
+    faults = list(faults)
     merged: dict[tuple[str, str], list[_Line]] = {}
     for file, text in files:
         lines = _parse(file, text, faults)

@@ -68,9 +68,9 @@ class Host:
             return default
 
     def read_bytes(self, path: str) -> bytes:
-        """The file as it is, for the few that hold a binary number. Missing, Unreadable."""
+        """The file as it is, for the few that hold a binary number. Missing, Unreadable. A pipe is not waited for."""
         try:
-            fd = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 data = os.read(fd, _CHUNK)
                 while data and (more := os.read(fd, _CHUNK)):
@@ -99,6 +99,18 @@ class Host:
     def exists(self, path: str) -> bool:
         """Whether the path leads to something (a dangling link does not)."""
         return os.path.exists(self._prefix + path)
+
+    def present(self, path: str) -> bool:
+        """Whether something has this name, also a link that leads nowhere. Missing where a folder above it is none,
+        Unreadable.
+        """
+        try:
+            os.lstat(self._prefix + path)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise self._unread(path, error) from None
+        return True
 
     def list(self, path: str) -> list[str]:
         """The sorted names in a directory; none if it is not there. Unreadable."""
