@@ -6,6 +6,7 @@ import json
 import os
 import pwd
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,24 @@ def test_what_is_true_is_believed(host: Host, begin: Callable[..., int]) -> None
     assert job.grant is not None
     assert (job.process.pid, job.process.uid, job.since, job.confinement) == (pid, USER, 1000, "affinity")
     assert (job.grant.cpus, job.grant.gpus) == (ONE, (GPU,))
+
+
+def test_root_without_power_over_files_reads_it_too(host: Host, begin: Callable[..., int]) -> None:
+    """As the unit has it: the folder lets others through, and not list it."""
+    nobody = pwd.getpwnam("nobody").pw_uid
+    folder = publish(host, nobody, [entry(begin(nobody))])
+    folder.chmod(0o711)
+    (folder / "jobs.json").chmod(0o644)
+    code = (
+        "import sys; from torchtuned import discover, host, selfplaced; h = host.Host(sys.argv[1]);"
+        "print(len(selfplaced.self_placed(h, discover.topology(h))))"
+    )
+    power = "-dac_override,-dac_read_search"
+    powerless = ["setpriv", f"--bounding-set={power}", f"--inh-caps={power}"]
+    top = Path(__file__).resolve().parents[1]
+    words = [*powerless, sys.executable, "-c", code, str(host.root)]
+    done = subprocess.run(words, cwd=top, capture_output=True, text=True, check=False)
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_nobody_claims_another_users_process(host: Host, begin: Callable[..., int]) -> None:

@@ -33,6 +33,7 @@ from torchtuned.watches import Watches
 COMMIT_S = 10.0  # how long a grant waits for its Commit
 POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
+LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
 JOBS_PER_USER = 1024
 
 log = logging.getLogger(__name__)
@@ -177,10 +178,27 @@ class Manager:
         """
         cpus = Hotplug(before=self.topology.online, now=topology.online)
         self.topology = topology
+        self._end_leases()
         self._serve_queue()
         for job in self._table if cpus_moved or cpus.before != cpus.now else ():
             if job.state is State.RUNNING and job.confinement == "affinity" and job.grant is not None:
                 self._spawn(pin_again(self._host, self._pid1, job, cpus, self._watches.pidfd(job.id)))
+
+    def _end_leases(self) -> None:
+        """A GPU that is gone is nobody's, when it comes back neither: what its job had there is lost."""
+        here = {gpu.address for gpu in self.topology.gpus}
+        for job in self._table:
+            gone = [address for address in job.grant.gpus if address not in here] if job.grant else []
+            if job.grant is None or not gone:
+                continue
+            left = replace(job.grant, gpus=tuple(address for address in job.grant.gpus if address in here))
+            job = replace(job, grant=left, warnings=(*job.warnings, f"GPU {', '.join(gone)} is gone"))
+            try:
+                self._table.put(job)
+            except Failed as e:
+                log.warning("%s", e)
+            else:
+                self._view.job_changed(job)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -222,9 +240,11 @@ class Manager:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
         self._followed()
+        self._spawn(self._adopt_self_placed(after_s=LATE_S))
 
-    async def _adopt_self_placed(self) -> None:
+    async def _adopt_self_placed(self, *, after_s: float = 0.0) -> None:
         """Those that found no daemon. What earlier jobs have already stays theirs."""
+        await asyncio.sleep(after_s)
         for found in await asyncio.to_thread(self_placed, self._host, self.topology):
             mine = self._table.of_user(found.process.uid) < JOBS_PER_USER
             known = any(job.process == found.process for job in self._table)
@@ -243,6 +263,7 @@ class Manager:
             log.info("job %s of uid %d: process %d placed itself", job.id, job.process.uid, job.process.pid)
             self._watches.process(job.id, pidfd)
             self._view.job_added(job)
+            self._followed()
 
     async def close(self) -> None:
         """Let go of everything in memory; the table stays for the next daemon."""

@@ -50,7 +50,8 @@ def self_placed(host: Host, machine: Topology) -> list[Job]:
 def _entries(folder: Path, uid: int) -> Iterator[dict[str, Any]]:
     """The entries of a table that is nobody's but this user's."""
     try:
-        there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # O_PATH: others may pass through the folder and not list it, and this root is one of them
+        there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return
     try:
