@@ -19,7 +19,18 @@ if "TORCHTUNED_DEB" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
 HERE = Path(__file__).parent
-ORDER = ("test_bus", "test_check", "test_jobs", "test_policy", "test_gpus", "test_removal")
+ORDER = (
+    "test_bus",
+    "test_check",
+    "test_jobs",
+    "test_sleep",
+    "test_neighbours",
+    "test_policy",
+    "test_autopkgtest",
+    "test_gpus",
+    "test_tally",
+    "test_removal",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +56,7 @@ def machine(suite: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ma
     older = with_version(deb, "0.0.1", tmp_path_factory.mktemp("deb") / "older.deb")
     with Machine(image.build(suite)) as machine:
         (machine.share / "torchtuned.deb").write_bytes(deb.read_bytes())
-        machine.put(older, HERE / "job.py", HERE / "masks.py")
+        machine.put(older, HERE / "job.py", HERE / "masks.py", HERE / "tally.py")
         (machine.share / "originals.service").write_text(ORIGINALS_UNIT)
         machine.check(f"cp {SHARE}/originals.service /etc/systemd/system/ && systemctl enable --now originals.service")
         assert governors(machine) == ORIGINALS
