@@ -152,6 +152,21 @@ def test_closed_descriptors_do_not_matter() -> None:
     assert (done.stdout, done.returncode) == (b"out\n", 0)
 
 
+@pytest.mark.parametrize("name", ["torchtuned-run", "torchtuned"])
+def test_an_interrupt_while_the_program_is_loaded_ends_it_without_a_traceback(name: str, tmp_path: Path) -> None:
+    for module in ("run", "cli"):
+        (tmp_path / "torchtuned" / module).mkdir(parents=True)
+        (tmp_path / "torchtuned" / module / "main.py").write_text("import signal; signal.raise_signal(signal.SIGINT)\n")
+    words = ["/usr/bin/python3", str(TOP / "bin" / name)]
+    options: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
+    done = subprocess.run(words, check=False, **options)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+    done = subprocess.run([*ignoring, *words], check=False, **options)
+    assert done.returncode in (70, 125)  # it went on, and found nothing to call
+    assert re.fullmatch(rf"{name}: cannot be loaded: cannot import name 'main'.*\n", done.stderr)
+
+
 def test_a_script_without_a_first_line_is_for_the_shell(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("echo $0 $1\n")
@@ -167,7 +182,9 @@ def test_a_script_without_a_first_line_is_for_the_shell(tmp_path: Path) -> None:
     [
         (["no-such-command"], 127, "cannot run no-such-command: command not found"),
         (["./no/such"], 127, "no such file or directory"),
-        ([""], 127, "command not found"),
+        ([""], 127, "cannot run '': command not found"),
+        (["a\x1b[2J"], 127, r"cannot run 'a\x1b[2J': command not found"),
+        (["."], 126, "it is a directory"),
         (["/etc/passwd"], 126, "permission denied"),
         (["/"], 126, "it is a directory"),
         ([], 125, "no command given"),
@@ -228,7 +245,7 @@ def test_a_command_that_turns_out_not_to_run_leaves_nothing(tmp_path: Path) -> N
     script.chmod(0o755)
     done = run(str(script))
     assert done.returncode == 127
-    assert "cannot run" in done.stderr
+    assert f"cannot run {script}: its interpreter /no/such/interpreter: no such file or directory" in done.stderr
     assert table(tmp_path) == []
 
 
@@ -401,8 +418,51 @@ def test_report_says_how_it_ended_with_the_same_status() -> None:
     killed = run("--report", "sh", "-c", "kill -KILL $$")
     assert killed.returncode == -signal.SIGKILL
     assert "was killed by SIGKILL" in killed.stderr
-    missing = run("--report", "no-such-command")
-    assert missing.returncode == 127
+
+
+def test_report_of_what_never_started_says_only_why(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    for word in ("no-such-command", str(script)):
+        missing = run("--report", "--quiet", word)
+        assert (missing.returncode, missing.stderr.count("\n")) == (127, 1)
+        assert "cannot run" in missing.stderr
+
+
+WAYS_TO_LOSE = pytest.mark.parametrize("lost", [">/dev/full", "> >(exec true)", ">&-"])
+
+
+def in_bash(line: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which "$@" is torchtuned-run."""
+    return subprocess.run(["bash", "-c", line, "bash", *RUN], capture_output=True, text=True, timeout=60)
+
+
+@WAYS_TO_LOSE
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--report sh -c 'sleep 0.1; exit 3'", 3),
+        ("--report sh -c 'kill -USR1 $$'", 128 + signal.SIGUSR1),
+        ("sh -c 'exit 4'", 4),
+        ("no-such-command", 127),
+        ("--gpus=7 true", 125),
+        ("--no-such-option", 125),
+    ],
+)
+def test_the_status_is_the_jobs_whatever_becomes_of_standard_error(lost: str, words: str, status: int) -> None:
+    done = in_bash(f'"$@" {words} 2{lost}')
+    assert done.returncode == status
+    assert "Exception ignored" not in done.stderr
+
+
+@WAYS_TO_LOSE
+@pytest.mark.parametrize("words", ["--explain true", "--help", "--version"])
+def test_an_answer_that_cannot_be_written_is_a_status_without_a_traceback(lost: str, words: str) -> None:
+    done = in_bash(f'"$@" {words} 1{lost}')
+    assert done.returncode == {">/dev/full": 1, "> >(exec true)": 141, ">&-": 0}[lost]
+    says = "torchtuned-run: cannot write to standard output: no space left on device\n"
+    assert done.stderr == (says if lost == ">/dev/full" else "")
 
 
 def test_report_passes_signals_on() -> None:

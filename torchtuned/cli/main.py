@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -226,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         _never_fail_to_encode(stream)
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # bin/torchtuned's, while this was loaded
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # screens, children and files want tidying up
         try:
             status = _run(sys.argv[1:] if argv is None else list(argv))
         finally:

@@ -5,7 +5,8 @@ torchtunedd, and where that is absent, refuses or is silent it places itself. Ev
 what is imported is counted in milliseconds: modules that only some runs need are imported where they are needed.
 
 Exit status: the command's; 125 when torchtuned-run itself fails, 126 when the command cannot be run, 127 when it is
-not found, as env(1).
+not found, as env(1). What is only printed (--explain, --help, --version) ends with 1 when it cannot be written and 141
+when the reader has gone, as all of `torchtuned`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torchtuned import errors
 from torchtuned.environment import Decision, Facts, decide, leftovers
 from torchtuned.run import foresee, launchers
 from torchtuned.run import options as run_options
-from torchtuned.run.place import confine, find_place, say
+from torchtuned.run.place import confine, find_place, quoted, say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,19 +29,20 @@ if TYPE_CHECKING:
     from torchtuned.run.options import Options
 
 FAILED, NOT_RUN, NOT_FOUND = 125, 126, 127
+NOT_WRITTEN, READER_GONE = 1, 141
 
 
 class CannotRun(errors.TorchtunedError):
     """The command cannot be started: 126, or 127 when there is none of that name."""
 
     def __init__(self, name: str, why: str, status: int, hint: str = "") -> None:
-        super().__init__(f"cannot run {name}: {why}", hint=hint)
+        super().__init__(f"cannot run {quoted(name)}: {why}", hint=hint)
         self.status = status
 
 
 def main() -> int:
     """The whole command line; returns an exit status only when nothing was started, or with --report."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # the script in bin/ has done it earlier
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the wait as it ends any program
     return outcome(lambda: act(run_options.parse(sys.argv[1:])))
 
@@ -54,6 +56,8 @@ def outcome(work: Callable[[], int]) -> int:
         return error.status
     except errors.TorchtunedError as error:
         say(str(error))
+    except MemoryError:
+        say("out of memory (ulimit -v says how much there may be)")
     except Exception as error:  # whatever it is, the user gets a line and 125, and no traceback
         say(f"internal error, please report it: {type(error).__name__}: {error}")
     return FAILED
@@ -62,21 +66,37 @@ def outcome(work: Callable[[], int]) -> int:
 def act(options: Options) -> int:
     """Do what the options say."""
     if options.help:
-        print(run_options.help_text())
-    elif options.version:
+        return answer(run_options.help_text())
+    if options.version:
         from torchtuned import __version__
 
-        print(f"torchtuned-run {__version__}")
-    elif options.explain:
-        return explain(options)
-    elif not options.command:
+        return answer(f"torchtuned-run {__version__}")
+    if options.explain:
+        return answer(explain(options))
+    if not options.command:
         raise errors.InvalidRequest("no command given", hint="torchtuned-run --help")
-    elif options.report:
-        from torchtuned.run.report import supervise
+    if options.report:
+        from torchtuned.run.parent import supervise
 
         return supervise(lambda: start(options), options.command)
-    else:
-        return start(options)
+    return start(options)
+
+
+def answer(text: str) -> int:
+    """Print what was asked for; the exit status. What cannot be written must not stay in the buffer: the interpreter
+    would try once more, complain, and end with a status of its own.
+    """
+    if sys.stdout is None:
+        return 0
+    try:
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, BrokenPipeError):
+            return READER_GONE
+        say(f"cannot write to standard output: {str(error.strerror).lower()}")
+        return NOT_WRITTEN
     return 0
 
 
@@ -110,8 +130,6 @@ def start(options: Options) -> int:
             if decision.action == "set" and decision.value is not None:
                 environ[name] = decision.value
         command = with_rank_door(command, launcher, decisions)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would hand that on
-            signal.signal(number, signal.SIG_DFL)
         become(program, command, environ)
     except BaseException:
         place.give_back()
@@ -123,7 +141,10 @@ def become(program: str, command: list[str], environ: dict[str, str]) -> None:
     """exec; a script without a #! line goes to the shell, as execvp(3) does it. Raises CannotRun."""
     import errno
 
+    ignored = (signal.SIGPIPE, signal.SIGXFSZ)  # by Python, and exec would hand that on
     try:
+        for number in ignored:
+            signal.signal(number, signal.SIG_DFL)
         try:
             os.execve(program, command, environ)
         except OSError as error:
@@ -131,9 +152,24 @@ def become(program: str, command: list[str], environ: dict[str, str]) -> None:
                 raise
             os.execve("/bin/sh", ["/bin/sh", program, *command[1:]], environ)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        why = str(error.strerror if isinstance(error, OSError) else error).lower()
         missing = isinstance(error, FileNotFoundError)
-        raise CannotRun(command[0], str(why).lower(), NOT_FOUND if missing else NOT_RUN) from None
+        if missing and os.path.exists(program):
+            why = f"{interpreter(program)}: {why}"
+        raise CannotRun(command[0], why, NOT_FOUND if missing else NOT_RUN) from None
+
+
+def interpreter(program: str) -> str:
+    """What exec misses when it calls a file missing that is there."""
+    try:
+        with open(program, "rb") as file:
+            line = file.read(256).partition(b"\n")[0]
+    except OSError:
+        line = b""
+    words = os.fsdecode(line[2:]).split() if line.startswith(b"#!") else []
+    return f"its interpreter {quoted(words[0])}" if words else "the loader that it needs"
 
 
 def find_program(name: str, environ: dict[str, str], *, waits: bool = False) -> str:
@@ -157,7 +193,7 @@ def search(name: str, environ: dict[str, str]) -> tuple[str, str]:
     for folder in folders if name else ():
         path = os.path.join(folder or ".", name) if "/" not in name else name
         if os.path.isdir(path):
-            refused = refused or ("it is a directory" if "/" in name else "")
+            refused = refused or ("it is a directory" if "/" in name or name in (".", "..") else "")
         elif os.access(path, os.X_OK, effective_ids=True):
             return path, ""
         elif os.path.exists(path):
@@ -220,8 +256,8 @@ def with_rank_door(
     return [*command[: launcher.program_at], door.value, *command[launcher.program_at :]]
 
 
-def explain(options: Options) -> int:
-    """Say what the command would get, and run nothing."""
+def explain(options: Options) -> str:
+    """What the command would get."""
     environ = original_environ()
     launcher = launchers.recognise(options.command, environ, foresee.read)
     place = find_place(options, environ, launcher)
@@ -236,8 +272,7 @@ def explain(options: Options) -> int:
     from torchtuned.run import setup as run_setup
 
     notes += run_setup.prospects(options.command, place.grant, decisions)
-    print(run_explain.text(place.grant, place.by, decisions, notes, as_json=options.json))
-    return 0
+    return run_explain.text(place.grant, place.by, decisions, notes, as_json=options.json)
 
 
 if __name__ == "__main__":

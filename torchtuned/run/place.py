@@ -64,13 +64,19 @@ class Place:
 
 
 def say(text: str) -> None:
-    """A line for the user. A closed standard error must not end the job."""
+    """A line for the user. A standard error that is closed, full or gone must neither end the job nor change its exit
+    status: what stayed in sys.stderr's buffer would make the interpreter end with one of its own.
+    """
     if sys.stderr is not None:
         try:
-            sys.stderr.write(f"torchtuned-run: {text}\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):
+            os.write(2, f"torchtuned-run: {text}\n".encode("utf-8", "backslashreplace"))
+        except OSError:
             pass
+
+
+def quoted(word: str) -> str:
+    """A word of the command line as a message may show it: an empty or odd one in quotes."""
+    return word if word.isprintable() and word.strip() == word != "" else ascii(word)
 
 
 def wishes(options: Options, environ: dict[str, str], launcher: Launcher | None) -> dict[str, Any]:

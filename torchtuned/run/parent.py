@@ -7,11 +7,13 @@ too: nobody but a parent can know.
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
-import sys
 import time
+
+from torchtuned.run.place import quoted, say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,8 +25,12 @@ _BY_TERMINAL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
 
 def supervise(start: Callable[[], int], command: Sequence[str]) -> int:
-    """Fork; the child does what `start` says (and becomes the command), the parent waits. The exit status."""
+    """Fork; the child does what `start` says (and becomes the command), the parent waits. The exit status.
+
+    A command that never started has said why already, and ended in no way that is worth a line.
+    """
     began = time.monotonic()
+    failed = mmap.mmap(-1, 1)  # both see it; a pipe would need descriptors, of which there may be few
     handled = signal.valid_signals() - _OWN
     before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # nothing is lost between fork and wait
     on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave nothing to wait for
@@ -38,11 +44,13 @@ def supervise(start: Callable[[], int], command: Sequence[str]) -> int:
 
             status = outcome(start)
         finally:
+            failed[0] = 1
             os._exit(status)
     started = _start_time(child)
     status, usage = _wait(child, handled)
-    _tell(child, started, status)
-    _say(command, status, usage, time.monotonic() - began)
+    if not failed[0]:
+        _tell(child, started, status)
+        _say(command, status, usage, time.monotonic() - began)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
@@ -99,9 +107,7 @@ def _say(command: Sequence[str], status: int, usage: resource.struct_rusage, sec
         ended = f"was killed by {signal.Signals(number).name if number in signal.valid_signals() else number}"
     else:
         ended = f"ended with exit status {os.WEXITSTATUS(status)}"
-    if sys.stderr is not None:
-        print(
-            f"torchtuned-run: {command[0]} {ended} after {seconds:.1f} s; CPU time {usage.ru_utime:.1f} s, in the"
-            f" kernel {usage.ru_stime:.1f} s; at most {usage.ru_maxrss >> 10} MiB in one process",
-            file=sys.stderr,
-        )
+    say(
+        f"{quoted(command[0])} {ended} after {seconds:.1f} s; CPU time {usage.ru_utime:.1f} s, in the kernel"
+        f" {usage.ru_stime:.1f} s; at most {usage.ru_maxrss >> 10} MiB in one process"
+    )
