@@ -366,6 +366,31 @@ def test_pid1_that_does_not_answer_is_asked_again(bench: Callable[..., Bench], m
     play(one, story)
 
 
+def test_a_gpu_that_is_gone_is_leased_to_nobody(bench: Callable[..., Bench]) -> None:
+    """Its job goes on where it is, and who gets the GPU after it has come back is open again."""
+    one = bench()
+
+    async def story() -> None:
+        child, whole = one.process(), one.manager.topology
+        job = await one.register(child, gpus=1)
+        await one.manager.commit(UID, job.id)
+        waiting = await one.register(gpus=1, wait=0)
+        mask, grant = os.sched_getaffinity(child.pid), job.grant
+        one.manager.topology_changed(replace(whole, gpus=()))
+        found = one.table.get(job.id)
+        assert found is not None
+        assert found.grant is not None
+        assert grant is not None
+        assert (found.grant.gpus, found.warnings[-1]) == ((), f"GPU {GPU} is gone")
+        assert (found.grant.cpus, os.sched_getaffinity(child.pid)) == (grant.cpus, mask)
+        assert one.view.told[-1] != ("granted", waiting.id)
+        one.manager.topology_changed(whole)
+        assert one.table.get(job.id) == found
+        assert [entry.gpus for entry in one.table.grants][0] == ()
+
+    play(one, story)
+
+
 def test_a_changed_machine_serves_the_queue_and_ends_what_never_fits(bench: Callable[..., Bench]) -> None:
     one = bench()
 
