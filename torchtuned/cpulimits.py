@@ -43,9 +43,7 @@ def limits(host: Host, pid: int) -> Limits:
     """The limits of one process; on a folder without such a process, what its cgroup files say. Never fails:
     a process that is gone has no limits that anybody could tell.
     """
-    status = _status(host, f"/proc/{pid}")
-    mounts = _mounts(host)
-    places = _places(host, f"/proc/{pid}" if host.real or status else "/proc/self")
+    status, mounts, places = _status(host, f"/proc/{pid}"), _mounts(host), _places(host, _process(host, pid))
     affinity, nodes = status.get("Cpus_allowed_list"), status.get("Mems_allowed_list")
     if affinity is None and host.real:
         affinity = _asked(pid)  # a chroot without /proc
@@ -57,6 +55,11 @@ def limits(host: Host, pid: int) -> Limits:
         cpu_max=_quota(host, mounts, places),
         cgroup=places.get("", ""),
     )
+
+
+def cgroup(host: Host, pid: int) -> str:
+    """The path of a process's v2 cgroup as limits() has it; "" without one, and for a process that is gone."""
+    return _places(host, _process(host, pid)).get("", "")
 
 
 def cpuset_of_folder(host: Host) -> tuple[CpuSet | None, CpuSet | None]:
@@ -74,6 +77,11 @@ def folders(host: Host, process: str, controller: str) -> list[str]:
             place = places.get("" if mount.kind == "cgroup2" else controller)
             return list(_climb(mount, place)) if place else []
     return []
+
+
+def _process(host: Host, pid: int) -> str:
+    """Where a process is in /proc; a folder may know of none but itself."""
+    return f"/proc/{pid}" if host.real or host.exists(f"/proc/{pid}/cgroup") else "/proc/self"
 
 
 def _asked(pid: int) -> CpuSet | None:

@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 
-from torchtuned import processes
-from torchtuned.errors import HostError
+from torchtuned import cpulimits, processes
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.jobs import Job
@@ -52,11 +51,5 @@ class Leases:
         )
 
     def _is_ours(self, pid: int, leaders: set[int], scopes: set[str]) -> bool:
-        try:
-            lines = self._host.read(f"/proc/{pid}/cgroup").splitlines()
-        except HostError:
-            lines = []
-        cgroups = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
-        return any(holds(scope, cgroup) for scope in scopes for cgroup in cgroups) or bool(
-            leaders & {pid, *processes.ancestors(pid)}
-        )
+        cgroup = cpulimits.cgroup(self._host, pid)
+        return any(holds(scope, cgroup) for scope in scopes) or bool(leaders & {pid, *processes.ancestors(pid)})

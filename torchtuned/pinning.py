@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchtuned import processes
 from torchtuned.confining import Pid1
-from torchtuned.cpulimits import limits
+from torchtuned.cpulimits import cgroup
 from torchtuned.cpuset import CpuSet, format_list
 from torchtuned.errors import TorchtunedError
 from torchtuned.host import Host
@@ -57,7 +57,7 @@ def _pin_job(host: Host, job: Job, pids: Iterable[int], cpus: Hotplug, pidfd: in
     leader = job.process.pid
 
     def is_ours(pid: int) -> bool:
-        if job.scope and holds(job.scope, limits(host, pid).cgroup):
+        if job.scope and holds(job.scope, cgroup(host, pid)):
             return True
         below = pid == leader or leader in processes.ancestors(pid)
         return below and pidfd is not None and not processes.ended(pidfd)

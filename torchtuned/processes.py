@@ -16,6 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import InvalidRequest
+from torchtuned.host import stat_fields
 
 PIDFD_LINK = "anon_inode:[pidfd]"
 
@@ -99,8 +100,13 @@ def lives(process: Process) -> bool:
 
 def start_time(pid: int) -> int:
     """Clock ticks after boot at which the process started. OSError when there is none."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[19])  # the name in brackets may hold anything
+    return int(stat(pid)[19])
+
+
+def stat(pid: int) -> list[str]:
+    """What host.stat_fields() has of the process. OSError when there is none."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        return stat_fields(file.read())
 
 
 def family(pid: int) -> list[int]:

@@ -6,7 +6,7 @@ they have waited for say, so they are a lower bound and are marked as such ("of"
 
 from __future__ import annotations
 
-from torchtuned.cpulimits import limits
+from torchtuned import cpulimits
 from torchtuned.host import Host
 from torchtuned.reports import proctree, usage
 from torchtuned.reports.usage import Figures
@@ -17,7 +17,7 @@ def cgroup_of(host: Host, pid: int, scope: str) -> str:
     """The cgroup of a job's scope, by its leader; "" when it has none of its own, or it cannot be found."""
     if not scope:
         return ""
-    parts = limits(host, pid).cgroup.strip("/").split("/")
+    parts = cpulimits.cgroup(host, pid).strip("/").split("/")
     for depth in range(len(parts), -1, -1):
         path = "/".join(["", *filter(None, parts[:depth])])
         if path.endswith(f"/{scope}"):

@@ -18,8 +18,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
-from torchtuned import processes
-from torchtuned.cpulimits import limits
+from torchtuned import cpulimits, processes
 from torchtuned.errors import HostError, InvalidRequest, NoSuchJob
 from torchtuned.findings import Finding
 from torchtuned.gpus import Sample
@@ -206,7 +205,7 @@ class Reports:
         record.cgroup = accounting.cgroup_of(self._host, process.pid, job.scope)
         record.around = {str(path): int(count) for path, count in left.get("oom_kills_around", {}).items()}
         if not record.around:
-            place = record.cgroup or limits(self._host, process.pid).cgroup
+            place = record.cgroup or cpulimits.cgroup(self._host, process.pid)
             record.around = accounting.oom_kills(self._host, place)
             record.around.pop(record.cgroup, None)
         record.gpus = {address: GpuFigures(kept) for address, kept in left.get("gpus", {}).items()}

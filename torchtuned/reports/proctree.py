@@ -30,8 +30,7 @@ def usage(pid: int) -> TreeUsage:
     found = []
     for member in processes.family(pid) or [pid]:
         try:
-            with open(f"/proc/{member}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()  # the name in brackets may hold anything
+            fields = processes.stat(member)
             with open(f"/proc/{member}/status", "rb") as file:
                 peak = next((line.split()[1] for line in file if line.startswith(b"VmHWM:")), b"0")
         except OSError:
