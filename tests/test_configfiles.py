@@ -91,7 +91,7 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
         read_config(host)
     with pytest.raises(InvalidConfig, match=r"asked for: unknown profile '\.\./x'"):
         read_config(host, "../x")
-    with pytest.raises(InvalidConfig, match="no profile 'training', nor any other in /etc/.* or /usr/.*: install"):
+    with pytest.raises(InvalidConfig, match=r"no profile 'training', nor any other in /etc/.* or /usr/.*: install"):
         read_config(Host(tmp_path / "var"), "training")
 
 

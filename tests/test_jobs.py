@@ -89,9 +89,53 @@ def test_a_change_that_cannot_be_recorded_does_not_happen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    "change",
+    [{"pid": 99999999999999}, {"pid": 0}, {"pid": True}, {"start": -1}, {"start": 1.5}, {"uid": -5}, {"uid": 2**32},
+     {"since": -1}, {"since": 2**63}, {"id": "a/b "}, {"id": "0"}, {"id": "9" * 19}, {"id": 1}, {"scope": "\0"},
+     {"confinement": None}, {"warnings": ["\ud800"]}, {"cpu_max": 0}, {"state": "sleeping"}],
+)  # fmt: skip
+def test_what_neither_kernel_nor_bus_would_take_spoils_the_file(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "jobs.json"
+    Jobs(path).put(job())
+    document = json.loads(path.read_text())
+    document["jobs"][0] |= change
+    path.write_text(json.dumps(document))
+    table = Jobs(path)
+    table.load()
+    assert (len(table), table.new_id(), os.listdir(tmp_path)) == (0, "1", ["jobs.bad"])
+
+
+@pytest.mark.parametrize("grant", [{"threads": -1}, {"gpus": ["\0"]}, {"warnings": ["\udfff"]}])
+def test_neither_does_a_grant(tmp_path: Path, grant: dict[str, Any]) -> None:
+    path = tmp_path / "jobs.json"
+    Jobs(path).put(job())
+    document = json.loads(path.read_text())
+    document["jobs"][0]["grant"] |= grant
+    path.write_text(json.dumps(document))
+    table = Jobs(path)
+    table.load()
+    assert (len(table), os.listdir(tmp_path)) == (0, ["jobs.bad"])
+
+
+def test_an_id_is_not_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.json"
+    Jobs(path).put(job(7))
+    table = Jobs(path)
+    table.load()
+    assert table.new_id() == "8"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {"jobs": document["jobs"] * 2}))
+    table = Jobs(path)
+    table.load()
+    assert len(table) == 0
+
+
+@pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "{}", '{"schema":2,"next":1,"jobs":[]}', '{"schema":1,"next":"x","jobs":[]}',
-     '{"schema":1,"next":1,"jobs":[{"id":"1"}]}', '{"schema":1,"next":1,"jobs":[3]}', "\x00", '{"schema":1,"jobs":[]}'],
+    ['{"schema":1,"next":1e999,"jobs":[]}', '{"schema":1,"next":-1,"jobs":[]}', "[" * 200_000, "", "{",
+     "[]", "{}", '{"schema":2,"next":1,"jobs":[]}', '{"schema":1,"next":"x","jobs":[]}',
+     '{"schema":1,"next":1,"jobs":[{"id":"1"}]}', '{"schema":1,"next":1,"jobs":[3]}', "\x00",
+     '{"schema":1,"jobs":[]}'],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> None:
     (tmp_path / "jobs.json").write_text(text)

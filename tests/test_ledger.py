@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +170,19 @@ def test_what_a_killed_writer_left_is_no_hindrance(path: Path) -> None:
     [
         "",
         "{",
+        "[" * 200_000,
+        *(
+            json.dumps({"version": 1, "boot_id": "", "entries": [asdict(ENTRY) | change]})
+            for change in (
+                {"since": "x"},
+                {"since": -1},
+                {"refused": None},
+                {"source": 3},
+                {"original": "\0"},
+                {"previous": []},
+                {"companions": [{"path": 1, "original": "a", "after": None}]},
+            )
+        ),
         "[]",
         '{"version": 2, "boot_id": "", "entries": []}',
         '{"version": 1, "boot_id": "", "entries": [{"knob": "a"}]}',

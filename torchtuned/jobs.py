@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -149,17 +150,20 @@ class Jobs:
             document = json.loads(self.path.read_text(encoding="utf-8"))
             if document["schema"] != SCHEMA:
                 raise ValueError(f"schema {document['schema']}, this torchtuned knows {SCHEMA}")
-            self._next = int(document["next"])
-            jobs = [_from_json(entry) for entry in document["jobs"]]
+            following = _whole(document, "next", least=1)
+            jobs = {job.id: job for job in map(_from_json, document["jobs"])}
+            if len(jobs) != len(document["jobs"]):
+                raise ValueError("one id stands for several jobs")
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, TorchtunedError) as e:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, TorchtunedError) as e:
             aside = self.path.with_suffix(".bad")
             log.error("%s cannot be read (%s); jobs of before are not known. It is kept as %s", self.path, e, aside)
             with contextlib.suppress(OSError):
                 self.path.rename(aside)
             return
-        for job in jobs:
+        self._next = max(following, *(int(job_id) + 1 for job_id in jobs), 1)
+        for job in jobs.values():
             self._jobs[job.id] = job
             self._lines[job.id] = json.dumps(_to_json(job), separators=(",", ":"))
 
@@ -187,18 +191,45 @@ def _to_json(job: Job) -> dict[str, Any]:
 
 
 def _from_json(entry: Mapping[str, Any]) -> Job:
+    """One line of the file. It may have been spoiled, and what it says goes to the kernel and onto the bus, which take
+    no other numbers and texts than these.
+    """
+    if not re.fullmatch(r"[1-9][0-9]{0,17}", _text(entry["id"])):
+        raise ValueError(f"{entry['id']!r} is no id of a job")
+    grant = None if entry["grant"] is None else grant_from_json(entry["grant"])
+    if grant and not 0 <= grant.threads < 2**32:
+        raise ValueError(f"{grant.threads} threads")
+    for text in (*grant.gpus, *grant.warnings) if grant else ():
+        _text(text)
     return Job(
-        id=str(entry["id"]),
-        process=Process(pid=int(entry["pid"]), start=int(entry["start"]), uid=int(entry["uid"])),
+        id=entry["id"],
+        process=Process(
+            pid=_whole(entry, "pid", least=1, most=2**22),
+            start=_whole(entry, "start"),
+            uid=_whole(entry, "uid", most=2**32 - 2),
+        ),
         request=request_from_json(entry["request"]),
-        since=int(entry["since"]),
+        since=_whole(entry, "since"),
         state=State(entry["state"]),
-        grant=None if entry["grant"] is None else grant_from_json(entry["grant"]),
-        confinement=str(entry["confinement"]),
-        scope=str(entry["scope"]),
-        cpu_max=entry["cpu_max"],
-        warnings=tuple(map(str, entry["warnings"])),
+        grant=grant,
+        confinement=_text(entry["confinement"]),
+        scope=_text(entry["scope"]),
+        cpu_max=None if entry["cpu_max"] is None else _whole(entry, "cpu_max", least=1),
+        warnings=tuple(map(_text, entry["warnings"])),
     )
+
+
+def _whole(entry: Mapping[str, Any], name: str, *, least: int = 0, most: int = 2**63 - 1) -> int:
+    value = entry[name]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or re.search("[\0\ud800-\udfff]", value):
+        raise ValueError(f"{value!r} is no text")
+    return value
 
 
 def _no_constant(text: str) -> Any:

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -25,6 +26,7 @@ VERSION = 1
 DEFAULT_PATH = "/run/torchtuned/ledger.json"
 PATIENCE_S = 10.0
 ASK_AGAIN_S = 0.02
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what JSON can hold, and neither a path nor the bus
 
 
 class Ledger:
@@ -128,7 +130,7 @@ class Ledger:
             entries = _decode(json.loads(self.path.read_text(encoding="utf-8")), self.boot_id)
         except OSError as error:
             raise self._failed("cannot read the ledger", error) from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Failed(
                 f"the ledger cannot be read ({error}), so the original values are not known",
                 where=str(self.path),
@@ -163,7 +165,13 @@ def _decode(document: Any, boot_id: str) -> dict[str, Entry]:
     for fields in document["entries"]:
         companions = tuple(Companion(**companion) for companion in fields["companions"])
         entry = replace(Entry(**fields), companions=companions, state=State(fields["state"]))
-        if not all(isinstance(text, str) for text in (entry.knob, entry.original, entry.written)):
+        texts = [entry.knob, entry.original, entry.written, entry.asked, entry.when, entry.source]
+        texts += [text for one in companions for text in (one.path, one.original)]
+        maybe = (entry.previous, *(one.after for one in companions))
+        texts += [text for text in maybe if text is not None]
+        if not all(isinstance(text, str) and not NO_TEXT.search(text) for text in texts):
             raise ValueError(f"entry of {entry.knob!r} is not text")
+        if not (type(entry.since) in (int, float) and 0 <= entry.since < 2**40 and type(entry.refused) is int):
+            raise ValueError(f"entry of {entry.knob!r} has odd numbers")
         entries[entry.knob] = entry
     return entries
