@@ -8,6 +8,7 @@ module runs before every job. Nothing that arrives is trusted further than its D
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import time
 from ctypes import byref, c_char, c_char_p, c_int, c_uint64, c_void_p
@@ -23,8 +24,8 @@ ROOT = "/org/torchtuned1"
 MANAGER = "org.torchtuned1.Manager"
 ERROR_PREFIX = "org.torchtuned1.Error."
 LIBRARY = "libsystemd.so.0"
-
-_BUS = ("org.freedesktop.DBus", "/org/freedesktop/DBus", "org.freedesktop.DBus")
+CONNECT_S = 5.0  # a bus that is well takes milliseconds, however long a call may last
+_FEW = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # what the process, or the machine, has run out of
 _BASIC: dict[str, type[ctypes._SimpleCData[Any]]] = {
     "y": ctypes.c_uint8,
     "b": c_int,
@@ -74,8 +75,9 @@ def _load() -> ctypes.CDLL:
 class Client:
     """One connection to the system bus (DBUS_SYSTEM_BUS_ADDRESS is honoured), talking to torchtunedd.
 
-    timeout_s bounds the connection and, unless a call says otherwise, each call. `interactive` lets polkit ask the
-    person for a password. Raises DaemonUnreachable when there is no bus, no daemon, or no answer in time.
+    timeout_s bounds each call, unless it says otherwise, and the connection where that is less than CONNECT_S.
+    `interactive` lets polkit ask the person for a password. Raises DaemonUnreachable when there is no bus, no daemon,
+    or no answer in time.
     """
 
     def __init__(self, *, timeout_s: float = 2.0, interactive: bool = False) -> None:
@@ -88,7 +90,7 @@ class Client:
         if result < 0:
             raise errors.DaemonUnreachable(f"no system bus: {os.strerror(-result).lower()}", hint=way_out())
         try:
-            self._wait_ready(time.monotonic() + timeout_s)
+            self._wait_ready(time.monotonic() + min(timeout_s, CONNECT_S))
         except BaseException:
             self.close()
             raise
@@ -106,20 +108,40 @@ class Client:
             self._bus = c_void_p()
 
     def call(
-        self, path: str, interface: str, member: str, signature: str = "", *args: object, timeout_s: float | None = None
+        self,
+        path: str,
+        interface: str,
+        member: str,
+        signature: str = "",
+        *args: object,
+        timeout_s: float | None = None,
+        service: str = SERVICE,
     ) -> list[object]:
-        """Call a method of torchtunedd; the reply's values, decoded (array: list, dictionary: dict, struct: tuple).
+        """Call a method; the reply's values, decoded (array: list, dictionary: dict, struct: tuple).
 
         `signature` may hold basic types and arrays of them. Raises DaemonUnreachable, the class of errors.BY_NAME that
         an org.torchtuned1.Error names, NotAuthorized when the bus forbids the call, Failed for any other error.
         """
-        return self._call((SERVICE, path, interface), member, signature, args, timeout_s)
-
-    def ask(
-        self, target: tuple[str, str, str], member: str, signature: str, *args: object, timeout_s: float
-    ) -> list[object]:
-        """Call a method of another service; `target` is (service, path, interface). Raises as call() does."""
-        return self._call(target, member, signature, args, timeout_s)
+        if not self._bus:
+            raise errors.DaemonUnreachable("the connection to the system bus is closed")
+        lib, message, reply, error = self._lib, c_void_p(), c_void_p(), _BusError()
+        target = (part.encode() for part in (service, path, interface, member))
+        try:
+            if lib.sd_bus_message_new_method_call(self._bus, byref(message), *target) < 0:
+                raise errors.InvalidRequest(f"not a D-Bus call: {path} {interface}.{member}")
+            lib.sd_bus_message_set_auto_start(message, 0)
+            if self._interactive:
+                lib.sd_bus_message_set_allow_interactive_authorization(message, 1)
+            self._append(message, signature, args)
+            wait = self.timeout_s if timeout_s is None else timeout_s
+            result = lib.sd_bus_call(self._bus, message, max(1, int(wait * 1e6)), byref(error), byref(reply))
+            if result < 0:
+                raise _translate(error, -result)
+            return self._read_all(reply)
+        finally:
+            lib.sd_bus_error_free(byref(error))
+            lib.sd_bus_message_unref(reply)
+            lib.sd_bus_message_unref(message)
 
     def properties(self, path: str, interface: str) -> dict[str, object]:
         """All properties of one interface of one object."""
@@ -136,7 +158,8 @@ class Client:
     def watch(self, member: str) -> None:
         """Start to collect a signal of the Manager, for wait_signal()."""
         rule = f"type='signal',sender='{SERVICE}',path='{ROOT}',interface='{MANAGER}',member='{member}'"
-        self._call(_BUS, "AddMatch", "s", (rule,), None)
+        bus = "org.freedesktop.DBus"
+        self.call("/org/freedesktop/DBus", bus, "AddMatch", "s", rule, service=bus)
 
     def wait_signal(self, member: str, timeout_s: float) -> list[object] | None:
         """The values of the next watched signal of that name, or None when none came in time."""
@@ -151,43 +174,11 @@ class Client:
 
     # -- below: sd-bus ------------------------------------------------------------------------------------------
 
-    def _call(
-        self,
-        target: tuple[str, str, str],
-        member: str,
-        signature: str,
-        args: tuple[object, ...],
-        timeout_s: float | None,
-    ) -> list[object]:
-        if not self._bus:
-            raise errors.DaemonUnreachable("the connection to the system bus is closed")
-        lib, message, reply, error = self._lib, c_void_p(), c_void_p(), _BusError()
-        service, path, interface = (part.encode() for part in target)
-        try:
-            result = lib.sd_bus_message_new_method_call(
-                self._bus, byref(message), service, path, interface, member.encode()
-            )
-            if result < 0:
-                raise errors.InvalidRequest(f"not a D-Bus call: {target[1]} {target[2]}.{member}")
-            lib.sd_bus_message_set_auto_start(message, 0)
-            if self._interactive:
-                lib.sd_bus_message_set_allow_interactive_authorization(message, 1)
-            self._append(message, signature, args)
-            wait = self.timeout_s if timeout_s is None else timeout_s
-            result = lib.sd_bus_call(self._bus, message, max(1, int(wait * 1e6)), byref(error), byref(reply))
-            if result < 0:
-                raise _translate(error, -result)
-            return self._read_all(reply)
-        finally:
-            lib.sd_bus_error_free(byref(error))
-            lib.sd_bus_message_unref(reply)
-            lib.sd_bus_message_unref(message)
-
     def _wait_ready(self, deadline: float) -> None:
         """sd_bus_call alone would wait 90 s for a bus that takes the connection and then says nothing."""
         while self._lib.sd_bus_is_ready(self._bus) <= 0:
             if not self._process(deadline):
-                raise errors.DaemonUnreachable("the system bus does not answer")
+                raise errors.DaemonUnreachable("the system bus does not answer", hint="see: systemctl status dbus")
 
     def _process(self, deadline: float) -> bool:
         """Handle what has arrived, else wait for more; False when the deadline has passed."""
@@ -245,6 +236,8 @@ class Client:
             self._check(self._lib.sd_bus_message_append_basic(message, kind.encode(), byref(_BASIC[kind](value))))
 
     def _check(self, result: int) -> int:
+        if -result in _FEW:
+            raise errors.DaemonUnreachable(f"torchtunedd cannot be asked: {os.strerror(-result).lower()}")
         if result < 0:
             raise errors.InvalidRequest(f"not sendable over D-Bus: {os.strerror(-result)}")
         return result

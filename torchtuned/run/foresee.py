@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from torchtuned.cpuset import parse_list
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,7 +26,7 @@ _BATCH = ("batch-size", "batchsize", "per-device-train-batch-size", "train-batch
 _EDGE = ("image-size", "img-size", "imgsz", "crop-size", "train-crop-size", "resolution")
 _PREFETCH = ("prefetch-factor",)
 _PROGRAMS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
-_LOGIN = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
+_LOGIND_BUS = "org.freedesktop.login1"
 _LINGER = "/var/lib/systemd/linger"
 _LOGIND = ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd")
 
@@ -73,7 +75,7 @@ def tasks(grant: Mapping[str, Any], threads: int, told: Mapping[str, int], *, np
     DataLoader workers that its command line tells, each with a pool.
     """
     ranks = grant["ranks"]
-    cpus = _count(ranks[0]["cpus"] if ranks else grant["cpus"])
+    cpus = len(parse_list(ranks[0]["cpus"] if ranks else grant["cpus"]))
     each = OWN_THREADS + threads + cpus + told.get("workers", 0) * (WORKER_THREADS + threads)
     need = max(1, len(ranks)) * each
     about = f"about {need} processes and threads ({_ranks(len(ranks))}{threads} threads and {cpus} CPUs"
@@ -122,14 +124,6 @@ def _nproc(need: int, nproc: int, root: str) -> list[str]:
 
 def _ranks(count: int) -> str:
     return f"{count} ranks, each with " if count > 1 else ""
-
-
-def _count(cpus: str) -> int:
-    total = 0
-    for part in cpus.split(",") if cpus else ():
-        first, _, last = part.partition("-")
-        total += int(last or first) - int(first) + 1
-    return total
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -267,7 +261,8 @@ def linger(uid: int, *, wait_s: float = 60) -> list[str]:
 
     try:
         with Client(interactive=True) as bus:
-            bus.ask(_LOGIN, "SetLinger", "ubb", uid, 1, 1, timeout_s=wait_s)
+            login, manager = "/org/freedesktop/login1", f"{_LOGIND_BUS}.Manager"
+            bus.call(login, manager, "SetLinger", "ubb", uid, 1, 1, timeout_s=wait_s, service=_LOGIND_BUS)
     except errors.DaemonUnreachable:
         return ["--linger: systemd-logind does not answer; where none runs, a logout takes nothing away"]
     except errors.TorchtunedError as error:
