@@ -531,3 +531,13 @@ def test_without_sysfs_a_process_knows_its_own_cpus(tmp_path: Path) -> None:
     assert [format_list(core.cpus) for core in found.cores] == ["0", "1", "2", "3"]
     grant = place(found, [], Request())
     assert format_list(grant.cpus) == "0-3"
+
+
+def test_numbers_of_any_length_are_no_error(tmp_path: Path) -> None:
+    """Python refuses to read more than 4,300 digits."""
+    files = machine(cores=["0", "1"], nodes={0: "0", 1: "1"})
+    found = read(
+        tmp_path, {**files, f"{NODE}/node0/distance": f"10 {'9' * 5000}\n", f"{CPU}/cpu0/cpu_capacity": "9" * 5000}
+    )
+    assert found.nodes[0].distances == {}
+    assert [core.kind for core in found.cores] == [0, 0]

@@ -159,7 +159,7 @@ def _nodes(host: Host, online: CpuSet) -> tuple[Node, ...]:
         else:
             cpus = frozenset(int(name[3:]) for name in host.list(folder) if re.fullmatch(r"cpu\d+", name))
         row = host.text(f"{folder}distance").split()
-        told = len(row) == len(columns) and all(word.isdecimal() for word in row)
+        told = len(row) == len(columns) and all(word.isdecimal() and len(word) <= 9 for word in row)
         distances = dict(zip(columns, map(int, row), strict=True)) if told else {}
         nodes.append(Node(id=node, cpus=cpus & online, distances=distances))
     return tuple(nodes)
