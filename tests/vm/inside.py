@@ -135,3 +135,14 @@ def knobs(machine: Machine, command: str = "verify") -> dict[str, dict[str, str]
 def governors(machine: Machine) -> list[str]:
     """Return the governor of each cpufreq policy, policy0 first."""
     return machine.check("cat /sys/devices/system/cpu/cpufreq/policy[0-9]/scaling_governor").split()
+
+
+def sysctls(machine: Machine) -> dict[str, str]:
+    """Return the values of the sysctls in question."""
+    lines = machine.check("/sbin/sysctl " + " ".join(ORIGINAL_SYSCTLS)).splitlines()
+    return dict(line.split(" = ") for line in lines)
+
+
+def is_original(machine: Machine) -> bool:
+    """Tell whether all values are what they were before torchtuned came."""
+    return governors(machine) == ORIGINALS and sysctls(machine) == ORIGINAL_SYSCTLS

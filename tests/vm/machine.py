@@ -1,9 +1,10 @@
 """A whole Debian machine to try the package on: systemd, NUMA, cpufreq, PCI hotplug.
 
 QEMU emulates it in software (no KVM, no GPU, no network), so it runs anywhere: several NUMA nodes, a real acpi-cpufreq
-driver (its P-states come from an ACPI table made here), cgroup v2 under a real systemd, and on any NUMA node display
-controllers with AMD's vendor number, which is all that a GPU is to discovery. No driver binds to them; they come and
-go through sysfs, and other display devices can be plugged into, and pulled from, a root port while the machine runs.
+driver, a mains adapter and a battery (all out of ACPI tables made for it), cgroup v2 under a real systemd, and on any
+NUMA node display controllers with AMD's vendor number, which is all that a GPU is to discovery. No driver binds to
+them; they come and go through sysfs, and other display devices can be plugged into, and pulled from, a root port while
+the machine runs.
 
     with Machine(image.build("bookworm")) as machine:
         machine.put("dist/torchtuned.deb")          # appears as /mnt/testbed/torchtuned.deb
@@ -33,6 +34,7 @@ from pathlib import Path
 from types import TracebackType
 
 import image
+from acpi import tables
 
 SHARE = "/mnt/testbed"
 HANG_S = 60  # a machine that has had no sign of life for this long after a command's time is up stands still
@@ -47,25 +49,6 @@ class MachineHangs(MachineError):
 
     QEMU's emulated CPUs sometimes do, at boot or later; a test that meets this says nothing about the package.
     """
-
-
-def pstate_table(folder: Path, cpus: int) -> Path:
-    """Compile an ACPI table that gives every CPU three P-states, so acpi-cpufreq binds."""
-    body = ['DefinitionBlock ("", "SSDT", 2, "TESTBD", "PSTATES", 1) {']
-    body += [f"External (\\_SB.CPUS.C{cpu:03X}, ProcessorObj)" for cpu in range(cpus)]
-    mhz_mw = [(3000, 100000), (2000, 60000), (1000, 20000)]
-    states = ", ".join(f"Package () {{ {mhz}, {mw}, 10, 10, {i}, {i} }}" for i, (mhz, mw) in enumerate(mhz_mw))
-    port = "ResourceTemplate () { Register (SystemIO, 8, 0, 0x80) }"
-    for cpu in range(cpus):
-        body.append(
-            f"Scope (\\_SB.CPUS.C{cpu:03X}) {{ Name (_PCT, Package () {{ {port}, {port} }}) "
-            f"Name (_PSS, Package () {{ {states} }}) Name (_PPC, 0) }}"
-        )
-    body.append("}")
-    source = folder / "pstates.asl"
-    source.write_text("\n".join(body))
-    subprocess.run(["iasl", "-p", folder / "pstates", source], check=True, capture_output=True)
-    return folder / "pstates.aml"
 
 
 class Machine:
@@ -263,7 +246,7 @@ class Machine:
         for node in self.gpus:
             line += ["-device", f"ati-vga,bus=slot{node}.1,romfile="]
         if self.cpufreq:
-            line += ["-acpitable", f"file={pstate_table(self.dir, cpus)}"]
+            line += ["-acpitable", f"file={tables(self.dir, cpus)}"]
         line += ["-kernel", str(self.base / "vmlinuz"), "-initrd", str(self.base / "initrd")]
         # Guards against leaks through real caches cost an emulated processor half of its time at boot.
         words = "root=/dev/vda rw console=ttyS0 quiet mitigations=off modprobe.blacklist=amdgpu,radeon"

@@ -5,28 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from inside import MANAGER, ORIGINAL_SYSCTLS, ORIGINALS, STATE, governors, knobs, wait_for
+from inside import MANAGER, ORIGINAL_SYSCTLS, ORIGINALS, STATE, governors, is_original, knobs, sysctls, wait_for
 from machine import Machine
 
 FINE = {"applied", "kept", "unsupported"}
 WANTED = "performance"
 
 
-def sysctls(machine: Machine) -> dict[str, str]:
-    """Return the values of the sysctls in question."""
-    lines = machine.check("/sbin/sysctl " + " ".join(ORIGINAL_SYSCTLS)).splitlines()
-    return dict(line.split(" = ") for line in lines)
-
-
 def is_tuned(machine: Machine) -> bool:
     """Tell whether the default policy is in force, by the kernel."""
     now = sysctls(machine)
     return set(governors(machine)) == {WANTED} and not now.items() & ORIGINAL_SYSCTLS.items()
-
-
-def is_original(machine: Machine) -> bool:
-    """Tell whether all values are what they were before torchtuned came."""
-    return governors(machine) == ORIGINALS and sysctls(machine) == ORIGINAL_SYSCTLS
 
 
 def test_verify_is_clean_and_the_kernel_agrees(ready: Machine) -> None:
