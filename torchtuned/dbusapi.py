@@ -22,10 +22,11 @@ from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job
 from torchtuned.manager import Manager
 from torchtuned.objects import Interface, Method, Objects
+from torchtuned.placement.documents import gpu_properties
 from torchtuned.policy import Outcome, Row
 from torchtuned.polkit import Polkit, uid
 from torchtuned.reports.keeper import Reports
-from torchtuned.topology import Gpu, Topology
+from torchtuned.topology import Topology
 
 NAME = "org.torchtuned1"
 ROOT = "/org/torchtuned1"
@@ -156,8 +157,11 @@ class Api:
             if job.grant is not None
             for address in job.grant.gpus
         }
+        persistence = {address: sample.persistence for address, sample in samples.items()}
         wanted = {
-            gpu_path(gpu.address): _gpu_values(gpu, samples.get(gpu.address), holders.get(gpu.address, NOBODY))
+            gpu_path(gpu.address): gpu_properties(
+                gpu, persistence=persistence.get(gpu.address), job=holders.get(gpu.address, NOBODY)
+            )
             for gpu in topology.gpus
         }
         for path in [path for path in self._objects.paths() if path.startswith(GPUS) and path not in wanted]:
@@ -273,21 +277,6 @@ def _job_values(job: Job) -> dict[str, Any]:
         "Since": job.since,
         "Threads": grant.threads if grant else 0,
         "Warnings": [*(grant.warnings if grant else ()), *job.warnings],
-    }
-
-
-def _gpu_values(gpu: Gpu, sample: Sample | None, holder: str) -> dict[str, Any]:
-    persistence = sample.persistence if sample else None
-    return {
-        "Address": gpu.address,
-        "Uuid": gpu.uuid,
-        "Name": gpu.name,
-        "Driver": gpu.driver,
-        "NumaNode": -1 if gpu.numa_node is None else gpu.numa_node,
-        "Cpus": format_list(gpu.local_cpus),
-        "Locality": gpu.locality,
-        "PersistenceMode": "" if persistence is None else "on" if persistence else "off",
-        "Job": holder,
     }
 
 

@@ -19,7 +19,7 @@ from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.environment import RANKS
 from torchtuned.errors import DaemonUnreachable, HostError
 from torchtuned.host import Host
-from torchtuned.placement.documents import topology_document
+from torchtuned.placement.documents import gpu_properties, topology_document
 from torchtuned.topology import GpuFacts
 
 WATCH_S = 2.0
@@ -33,9 +33,12 @@ def of_kind(objects: Objects, interface: str) -> list[Properties]:
     found = []
     for path, interfaces in sorted(objects.items(), key=lambda item: _natural(item[0])):
         if interface in interfaces:
-            values = {name.lower(): value for name, value in interfaces[interface].items()}
-            found.append({"schema": SCHEMA, "path": path} | values)
+            found.append({"schema": SCHEMA, "path": path} | _lower(interfaces[interface]))
     return found
+
+
+def _lower(properties: Mapping[str, object]) -> Properties:
+    return {name.lower(): value for name, value in properties.items()}
 
 
 def _natural(path: str) -> tuple[str, int, str]:
@@ -224,18 +227,7 @@ def _gpus(nvml: object) -> list[Properties]:
     except DaemonUnreachable as error:
         note(f"{error}; which job has a GPU is not known")
         found = [
-            {
-                "schema": SCHEMA,
-                "address": gpu.address,
-                "uuid": gpu.uuid,
-                "name": gpu.name,
-                "driver": gpu.driver,
-                "numanode": -1 if gpu.numa_node is None else gpu.numa_node,
-                "cpus": format_list(gpu.local_cpus),
-                "locality": gpu.locality,
-                "persistencemode": "",
-                "job": "/",
-            }
+            {"schema": SCHEMA} | _lower(gpu_properties(gpu))
             for gpu in discover.topology(nvml.host, gpus=nvml.facts(), watch=watched(nvml.host)).gpus
         ]
     samples = nvml.sample()

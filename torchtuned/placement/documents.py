@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.errors import InvalidRequest
 from torchtuned.placement.grants import CONFINE, MEMORY, POLICIES, Grant, Rank, Request
-from torchtuned.topology import Topology
+from torchtuned.topology import Gpu, Topology
 
 TYPE_CHECKING = False  # `typing` would be imported before every job that places itself
 if TYPE_CHECKING:
@@ -51,6 +51,21 @@ def topology_document(machine: Topology) -> dict[str, Any]:
             }
             for gpu in machine.gpus
         },
+    }
+
+
+def gpu_properties(gpu: Gpu, *, persistence: bool | None = None, job: str = "/") -> dict[str, Any]:
+    """The properties of org.torchtuned1.Gpu; `job` is the path of the one that has it, "/" when none has."""
+    return {
+        "Address": gpu.address,
+        "Uuid": gpu.uuid,
+        "Name": gpu.name,
+        "Driver": gpu.driver,
+        "NumaNode": -1 if gpu.numa_node is None else gpu.numa_node,
+        "Cpus": format_list(gpu.local_cpus),
+        "Locality": gpu.locality,
+        "PersistenceMode": "" if persistence is None else "on" if persistence else "off",
+        "Job": job,
     }
 
 
