@@ -96,6 +96,7 @@ def test_the_driver_s_errors_of_the_job_s_gpus_only() -> None:
         said("NVRM: Xid (PCI:0000:01:00): 45, pid=1, Ch 00000010"),  # every killed job makes one
         said("NVRM: Xid (PCI:0000:81:00): 31, pid=1"),
         said("NVRM: Xid (PCI:0000:01:00): 31, pid=1", time=1),
+        said("input: NVRM: Xid (.:): 79 as /devices/virtual/input/input9"),  # devices have any name
     ]
     found = postmortem.xids(entries, ["00000000:01:00.0"], since=5)
     assert found == ("Xid 79 of GPU 0000:01:00.0: the GPU has fallen off the bus (hardware or power)",)

@@ -18,7 +18,7 @@ from torchtuned.findings import Action, Severity, about_gpu
 from torchtuned.host import Host
 
 LOG = "/var/log/dmesg"  # of a machine that is a folder; a real one has a journal
-LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F:.]+)\): (\d+)(?:, (.*))?")
+LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-fA-F]{4,8}(?::[0-9a-fA-F]{2}){2}(?:\.[0-7])?)\): (\d+)(?:, (.*))?")
 
 
 class Side(StrEnum):

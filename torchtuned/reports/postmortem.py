@@ -9,6 +9,7 @@ from torchtuned.checks import xid
 from torchtuned.reports import journal
 from torchtuned.reports.ending import OOMD_LINE, OomKill, kills_of, oom_kill
 from torchtuned.reports.journal import Entry
+from torchtuned.topology import pci_key
 
 LOOK_BACK = 600_000_000  # microseconds before its end, or its first out-of-memory kill, that may explain a job's end
 BEFORE = 5_000_000  # the kernel counts a kill and logs it; which comes first is not said
@@ -67,15 +68,9 @@ def xids(entries: Iterable[Entry], gpus: Sequence[str], since: int) -> tuple[str
     found: dict[str, None] = {}
     for entry in entries:
         line = xid.LINE.search(entry.message) if entry.by == "kernel" and entry.time >= since else None
-        if line is None or _short(xid.address(line[1])) not in map(_short, gpus):
+        if line is None or pci_key(xid.address(line[1])) not in map(pci_key, gpus):  # NVML writes longer domains
             continue
         meaning = xid.XIDS.get(int(line[2]), xid.UNKNOWN)
         if meaning.side is not xid.Side.AFTER:
             found[f"Xid {line[2]} of GPU {xid.address(line[1])}: {meaning.what} ({meaning.side})"] = None
     return tuple(found)
-
-
-def _short(address: str) -> str:
-    """A PCI address without the length of its domain: the driver writes four digits or eight."""
-    domain, _, rest = address.lower().partition(":")
-    return f"{domain.lstrip('0')}:{rest}"
