@@ -1,0 +1,150 @@
+"""Jobs from every kind of place on a machine with systemd, and what becomes of those beside them.
+
+Read from the kernel: masks, cgroup files and limits, not what torchtuned says of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from inside import JOB, Job, changed, cpus, cpus_of, listed, masks, start, stop, wait_for
+from machine import Machine
+
+
+def cpusets(machine: Machine) -> dict[str, str]:
+    """What the cpuset files of every cgroup but jobs' own say. Above a job they come into being, empty (as good as
+    none) and with a partition of "member" (no partition).
+    """
+    names = "-name cpuset.cpus -o -name cpuset.mems -o -name cpuset.cpus.partition"
+    found = f"find . {names} | grep -v torchtuned-job- | xargs grep -H . | grep -v ':member$'"
+    lines = machine.check(f"cd /sys/fs/cgroup; {found} || true")
+    return dict(line.split(":", 1) for line in lines.splitlines())
+
+
+def background(machine: Machine, session: str, command: str) -> None:
+    """Run something in a login session that goes on."""
+    machine.check(f"ssh {session}@localhost {shlex.quote(command)} >/dev/null 2>&1 <>/dev/null &")
+
+
+@pytest.fixture
+def neighbours(ready: Machine) -> Iterator[Machine]:
+    """Those who chose CPUs of their own: a service, a process within one, and processes of both users' sessions."""
+    # The cpuset first: on Debian 12 it wipes all masks when it comes, as nothing of torchtuned does.
+    ready.check("systemd-run -q --unit fenced -p AllowedCPUs=0-6 taskset -c 2-5 sleep 10004; sleep 1")
+    ready.check("systemd-run -q --unit bystander -p CPUAffinity='3 4' sleep 10001")
+    ready.check("systemd-run -q --unit inner sh -c 'taskset -c 6 sleep 10002 & exec sleep 10003'")
+    background(ready, "bob", "taskset -c 5 sleep 10005")
+    wait_for(ready, "test $(pgrep -xc sleep) -ge 5")
+    yield ready
+    ready.check("systemctl stop bystander inner fenced; pkill -x sleep")
+
+
+def test_nobody_beside_a_job_is_touched(neighbours: Machine, suite: str) -> None:
+    machine = neighbours
+    before, files = masks(machine), cpusets(machine)
+    alice = start(machine, "a", f"taskset -c 1 sleep 10006 & exec torchtuned-run --cpus 2 {JOB}", user="alice")
+    bob = start(machine, "b", f"exec torchtuned-run --cpus 3 {JOB}", user="bob")
+    assert not cpus_of(machine, alice) & cpus_of(machine, bob)
+    during = masks(machine)
+    assert changed(before, during) == {}
+    sleeps = sorted(mask for mask, name in during.values() if name == "sleep")
+    assert sleeps == ["0-7", "1", "2-5", "3-4", "5", "6"]
+    assert cpusets(machine) == files
+    stop(machine, alice, bob)
+    assert changed(during, masks(machine)) == {}
+    assert cpusets(machine) == files
+
+
+SAME = ("TasksMax", "OOMPolicy", "SendSIGHUP", "SendSIGKILL", "KillMode", "KillSignal", "MemoryMax", "ManagedOOMSwap")
+SESSION = "$(cut -d: -f3 /proc/self/cgroup | xargs basename)"
+
+
+def test_a_job_has_what_its_session_has(ready: Machine) -> None:
+    show_it = f"systemctl show {' '.join(f'-p {name}' for name in SAME)} {SESSION}"
+    session = ready.login("alice", show_it).splitlines()
+    job = ready.login("alice", f"torchtuned-run --quiet --cpus 1 sh -c {shlex.quote(show_it)}").splitlines()
+    assert len(session) >= len(SAME) - 1, session
+    assert job == session
+    files = "cat /sys/fs/cgroup/$(cut -d: -f3 /proc/self/cgroup)/{pids.max,memory.max,memory.oom.group}"
+    bare = ready.login("alice", files)
+    assert ready.login("alice", f"torchtuned-run --quiet --cpus 1 bash -c {shlex.quote(files)}") == bare
+
+
+def test_a_terminal_that_hangs_up_ends_the_job_as_it_ends_others(ready: Machine) -> None:
+    ready.check(f"(ssh -tt alice@localhost torchtuned-run --cpus 1 {JOB} >/root/t.out 2>&1 & echo $! >/root/t.pid)")
+    wait_for(ready, "grep -q '}' /root/t.out")
+    (row,) = listed(ready)
+    ready.check("kill -KILL $(cat /root/t.pid)")
+    wait_for(ready, f"! test -e /proc/{row['pid']}", 30)
+
+
+def placed(machine: Machine, job: Job) -> tuple[str, str]:
+    """Where a job is and how it is kept."""
+    (row,) = listed(machine)
+    assert row["pid"] == job.pid
+    return job.cgroup, str(row["confinement"])
+
+
+def test_a_scope_with_a_limit_of_its_own_keeps_its_job(ready: Machine) -> None:
+    job = start(
+        ready, "a", f"systemd-run -q --user --scope -p MemoryMax=300M torchtuned-run --cpus 2 {JOB}", user="alice"
+    )
+    assert placed(ready, job)[1] == "affinity"
+    assert job.cgroup.startswith("/user.slice/user-1000.slice/user@1000.service/")
+    assert job.scope.endswith(".scope")
+    assert len(cpus_of(ready, job)) == 2
+    assert ready.check(f"cat /sys/fs/cgroup{job.cgroup}/memory.max").strip() == str(300 << 20)
+    stop(ready, job)
+
+
+def test_a_terminal_of_a_desktop_gives_its_job_a_scope(ready: Machine, suite: str) -> None:
+    """As gnome-terminal does it: a scope of the user's manager for each window, with a shell in it."""
+    name = "app-org.gnome.Terminal-vte.scope"
+    shell = f"systemd-run -q --user --scope --slice=app.slice --unit={name} bash -c"
+    job = start(ready, "a", f"{shell} {shlex.quote(f'torchtuned-run --cpus 2 {JOB}; true')}", user="alice")
+    assert placed(ready, job)[1] == ("cpuset" if suite == "trixie" else "affinity")
+    assert job.cgroup == f"/user.slice/user-1000.slice/{job.scope}"
+    assert len(cpus_of(ready, job)) == 2
+    stop(ready, job)
+
+
+def service(machine: Machine, name: str, *words: str) -> dict[str, object]:
+    """Start job.py in a service; its row in the list of jobs."""
+    out = f"/root/{name}.out"
+    machine.check(f"rm -f {out}; systemd-run -q --unit {name} -p StandardOutput=file:{out} {' '.join(words)}")
+    wait_for(machine, f"grep -q '}}' {out}")
+    (row,) = listed(machine)
+    return row
+
+
+def test_what_cron_starts_stays_in_crons_service(ready: Machine) -> None:
+    """cron's children are the user's, in cron's own cgroup: pam_systemd is not in its stack on Debian."""
+    row = service(ready, "cron", "setpriv --reuid=1000 --regid=1000 --init-groups", f"torchtuned-run --cpus 2 {JOB}")
+    assert (row["uid"], row["confinement"], row["scope"]) == (1000, "affinity", "")
+    assert ready.check(f"cat /proc/{row['pid']}/cgroup").strip() == "0::/system.slice/cron.service"
+    assert len(cpus(ready.check(f"taskset -pc {row['pid']}").rsplit(": ", 1)[1])) == 2
+    ready.check("systemctl stop cron")
+
+
+def test_a_step_of_a_batch_system_keeps_its_cpus_and_its_place(ready: Machine) -> None:
+    """As slurmstepd does it: a delegated scope with a cgroup for each task, and a mask on the task."""
+    step = "/sys/fs/cgroup/system.slice/slurmstepd.scope/job_7/step_0/task_0"
+    script = (
+        f"mkdir -p {step} && echo $$ >{step}/cgroup.procs && SLURM_JOB_ID=7 exec taskset -c 2-5 torchtuned-run {JOB}"
+    )
+    command = (
+        f"systemd-run -q --scope --slice=system.slice --unit=slurmstepd -p Delegate=yes sh -c {shlex.quote(script)}"
+    )
+    ready.check(f"rm -f /root/s.out; ({command}) >/root/s.out 2>&1 <>/dev/null &")
+    wait_for(ready, "grep -q '}' /root/s.out")
+    (row,) = listed(ready)
+    assert (row["confinement"], row["scope"], row["cpus"]) == ("affinity", "", "2-5")
+    place = step.removeprefix("/sys/fs/cgroup")
+    assert ready.check(f"cat /proc/{row['pid']}/cgroup").strip() == f"0::{place}"
+    assert cpus(ready.check(f"taskset -pc {row['pid']}").rsplit(": ", 1)[1]) == {2, 3, 4, 5}
+    said = json.loads(ready.check("grep '}' /root/s.out"))
+    assert said["omp_num_threads"] == "4"
+    ready.check(f"kill {row['pid']}")
