@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from test_ledger import no_space
 
-from torchtuned.files import replace_file
+from torchtuned.files import replace_file, way_out
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0])
@@ -38,3 +39,17 @@ def test_what_lies_in_the_way_is_neither_written_nor_kept(tmp_path: Path) -> Non
     replace_file(tmp_path / "file.json", "text", mode=0o600, sync=False)
     assert sorted(os.listdir(tmp_path)) == ["file.json", "victim"]
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.ENOSPC, "df -h /run/x"),
+        (errno.EROFS, "mounted read-only: findmnt"),
+        (errno.EACCES, "root"),
+        (errno.EIO, ""),
+    ],
+)
+def test_what_to_do_about_it_depends_on_the_error(number: int, hint: str) -> None:
+    said = way_out(OSError(number, os.strerror(number)), Path("/run/x"))
+    assert (hint in said) if hint else not said

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
+
+
+def way_out(error: OSError, folder: Path) -> str:
+    """What to do about a file that cannot be written, "" where nothing general helps."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"free some space there: df -h {folder}"
+    if error.errno == errno.EROFS:
+        return f"the file system is mounted read-only: findmnt -T {folder}"
+    return "this needs root" if error.errno in (errno.EACCES, errno.EPERM) else ""
 
 
 def replace_file(path: Path, text: str, *, mode: int, sync: bool) -> None:

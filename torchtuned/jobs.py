@@ -20,7 +20,7 @@ from typing import Any
 from torchtuned import cuda
 from torchtuned.config import Config
 from torchtuned.errors import Failed, InvalidRequest, TorchtunedError
-from torchtuned.files import replace_file
+from torchtuned.files import replace_file, way_out
 from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, request_from_json, request_to_json
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
@@ -133,7 +133,7 @@ class Jobs:
                 del self._jobs[job.id], self._lines[job.id]
             else:
                 self._jobs[job.id], self._lines[job.id] = before, line
-            hint = f"free some space there: df -h {self.path.parent}"
+            hint = way_out(e, self.path.parent)
             raise Failed(f"the job cannot be recorded: {e.strerror}", where=str(self.path), hint=hint) from e
 
     def drop(self, job_id: str) -> None:

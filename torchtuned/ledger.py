@@ -7,7 +7,6 @@ An entry is on disk before its knob is touched and leaves the disk after its kno
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtuned.errors import Failed
-from torchtuned.files import replace_file
+from torchtuned.files import replace_file, way_out
 from torchtuned.policy import Companion, Entry, State
 
 VERSION = 1
-DEFAULT_PATH = "/run/torchtuned/ledger.json"
 PATIENCE_S = 10.0
 ASK_AGAIN_S = 0.02
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # what JSON can hold, and neither a path nor the bus
@@ -36,9 +34,7 @@ class Ledger:
     it for at most `patience_s` seconds.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] = DEFAULT_PATH, *, boot_id: str = "", patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, boot_id: str = "", patience_s: float = PATIENCE_S) -> None:
         self.path = Path(path)
         self.lock = self.path.with_suffix(".lock")
         self.boot_id = boot_id
@@ -148,11 +144,7 @@ class Ledger:
         return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
     def _failed(self, what: str, error: OSError, where: Path | None = None) -> Failed:
-        hint = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "free some space there: df -h " + str(self.path.parent)
-        elif error.errno in (errno.EACCES, errno.EPERM):
-            hint = "this needs root"
+        hint = way_out(error, self.path.parent)
         return Failed(f"{what}: {error.strerror or error}", where=str(where or self.path), hint=hint)
 
 
