@@ -99,6 +99,18 @@ def test_examples_are_right(command: Command) -> None:
     [
         ((), "usage: torchtuned COMMAND"),
         (("statsu",), "unknown command statsu, did you mean status?"),
+        (("",), "unknown command ''"),
+        (("status", ""), "unknown argument ''"),
+        (("status", "--", "--json"), "unknown argument --json (see"),
+        (("plan", "--sysroot", ""), "--sysroot needs a value"),
+        (("check", "--python", ""), "--python needs a value"),
+        (("check", "--data="), "--data needs a value"),
+        (("check", "--explain", ""), "--explain needs a value"),
+        (("bug-report", "--output", ""), "--output needs a value"),
+        (("check", "--python", "/nosuch"), "--python /nosuch: no such file or folder"),
+        (("check", "--data", "/nosuch"), "--data /nosuch: no such file or folder"),
+        (("top", "--interval", "soon"), "'soon' is not a number of seconds from 0.2 to 3600"),
+        (("top", "--interval", "nan"), "'nan' is not a number of seconds"),
         (("--jsn",), "unknown option --jsn"),
         (("place", "--gpu", "1"), "unknown option --gpu, did you mean --gpus?"),
         (("place", "--gpus"), "--gpus: expected one argument"),
@@ -334,6 +346,16 @@ def test_what_nobody_applies_is_not_told_as_a_change(root: Path) -> None:
     assert [row for row in rows if row.reason != before.reason] == [
         row for row in unapplied(rows) if row.reason != after.reason
     ]
+
+
+def test_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    script = "import os; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); from torchtuned.cli.main import main"
+    for words in (["lint", "."], ["check", "--data", "."]):
+        done = subprocess.run(
+            ["/usr/bin/python3", "-B", "-c", f"{script}; raise SystemExit(main({words}))"],
+            env={"PYTHONPATH": str(TOP), **NO_BUS}, cwd=tmp_path, text=True, capture_output=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (1, "torchtuned: the current folder is gone: cd to another one\n")
 
 
 def test_status_without_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,13 @@ import termios
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar, Self, cast
 
 import pytest
 from fakes.tree import machine, make_tree
 from rich.cells import cell_len
 
+from torchtuned.cli import top as cli_top
 from torchtuned.cli import watch as cli_watch
 from torchtuned.cli.screen import screen
 from torchtuned.cli.top import SIGNALS, Terminal
@@ -175,3 +177,31 @@ def test_keys_and_signals_end_the_wait(tty: int) -> None:
             assert terminal.wait(20) == ""
             assert number in terminal.signals
             terminal.signals.clear()
+
+
+def test_the_second_look_waits_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of the first screen would be over the milliseconds that its drawing takes."""
+    waited: list[float] = []
+    looks: list[View] = []
+
+    class Keys:
+        signals: ClassVar[set[int]] = set()
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def wait(self, seconds: float) -> str:
+            waited.append(seconds)
+            return "q"
+
+    class Looks:
+        def look(self) -> View:
+            looks.append(View(rows=(), cpus=1, busy=None))
+            return looks[-1]
+
+    monkeypatch.setattr(cli_top, "Terminal", Keys)
+    assert cli_top._live(cast("Watcher", Looks()), 30.0) == 0
+    assert (len(looks), len(waited)) == (1, 1)
+    assert waited[0] > 20

@@ -13,7 +13,6 @@ from fakes.kernel import CPUFREQ, Kernel, policy
 from fakes.policy import Desk
 
 from torchtuned.errors import Failed, NoSuchKnob, Unreadable
-from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome
 
 FILES = {
@@ -213,6 +212,15 @@ def test_undo_of_what_is_no_knob(desk: Desk, name: str) -> None:
     assert SWAP in desk.ledger()
 
 
+def test_undo_takes_a_knob_without_its_family(desk: Desk) -> None:
+    desk.apply(TEXT)
+    assert [*desk.undo("vm.swappiness", "policy0/governor")] == ["cpu/policy0/governor", SWAP]
+    assert desk.undo("vm/swappiness")[SWAP].reason == "not changed by torchtuned"
+    desk.apply(TEXT)
+    with pytest.raises(NoSuchKnob, match=r"no knob 'vm.swapiness' \(did you mean sysctl/vm.swappiness\?\)"):
+        desk.undo("vm.swapiness")
+
+
 def test_only_what_has_just_come(desk: Desk) -> None:
     rows = desk.apply(TEXT, only=["cpu/policy1"])
     assert [*rows] == ["cpu/policy1/governor"]
@@ -294,7 +302,3 @@ def test_a_ledger_of_another_version_names_knobs_that_are_unknown_here(desk: Des
     row = desk.undo()["future/knob"]
     assert (row.outcome, row.reason) == (Outcome.FAILED, "this torchtuned cannot give it back; it was 60")
     assert desk.ledger() == []
-
-
-def test_the_ledger_default_is_where_the_daemon_keeps_it() -> None:
-    assert str(Ledger().path) == "/run/torchtuned/ledger.json"

@@ -19,7 +19,7 @@ from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Companion, Entry, Outcome, Row, State
 from torchtuned.survey import FORBIDDEN, NOT_OFFERED, UNKNOWN, Case, Hanging, Survey
-from torchtuned.tunables import Family, Knob
+from torchtuned.tunables import Family, Knob, find_knob
 
 log = logging.getLogger("torchtuned.policy")
 
@@ -197,8 +197,7 @@ class Changes:
 
     def _restore(self, entry: Entry, hanging: Hanging) -> tuple[Row, Entry | None]:
         """Give one knob back. Returns the row, and the entry if it has to be tried again."""
-        family = self.families.get(entry.knob.partition("/")[0])
-        knob = family.find(self.host, entry.knob) if family else None
+        knob = find_knob(self.families, self.host, entry.knob)
         if knob is None:
             reason = f"this torchtuned cannot give it back; it was {entry.original}"
             return row_of(entry, UNKNOWN, Outcome.FAILED, reason), None
@@ -301,8 +300,7 @@ class Changes:
                 left[later.knob] = replace(later, original=companion.original)
 
     def _path(self, entry: Entry) -> str:
-        family = self.families.get(entry.knob.partition("/")[0])
-        knob = family.find(self.host, entry.knob) if family else None
+        knob = find_knob(self.families, self.host, entry.knob)
         return knob.path if knob else ""
 
     def settle(self, entries: Mapping[str, Entry]) -> None:

@@ -201,7 +201,7 @@ def _section(text: str) -> str:
         if not re.fullmatch(r"block:[A-Za-z0-9_.-]+", name):
             raise ValueError(f"a [block:NAME] section needs a name of letters, digits, '_', '.' and '-', not {text}")
     elif name not in keys.SECTIONS:
-        raise ValueError(f"unknown section {text}; {keys.nearest(name, known)}")
+        raise ValueError(f"unknown section {text}; {keys.way_out(name, known)}")
     return name
 
 
@@ -228,7 +228,7 @@ def _split_when(value: str) -> tuple[str, str]:
     if not at or not (head == "" or head[-1].isspace()):
         return value, ""
     if when not in ("boot", "jobs"):
-        raise ValueError(f"unknown time @{when}; {keys.nearest(when, ('boot', 'jobs'))}")
+        raise ValueError(f"unknown time @{when}; {keys.way_out(when, ('boot', 'jobs'))}")
     return head.strip(), when
 
 
@@ -241,7 +241,7 @@ def _key(section: str, name: str, file: str) -> tuple[str, keys.Key]:
     if section == "sysctl" and ("." in name or "/" in name):
         plain = keys.sysctl_name(name)
         return plain, keys.sysctl_key(plain)
-    raise ValueError(f"unknown key {name!r} in [{section}]; {keys.nearest(name, specs)}")
+    raise ValueError(f"unknown key {name!r} in [{section}]; {keys.way_out(name, specs)}")
 
 
 def _specs(section: str) -> dict[str, keys.Key]:

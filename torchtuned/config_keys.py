@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torchtuned import cpuset
 from torchtuned.policy import Kind, parse_value
+from torchtuned.wording import nearest
 
 Check = Callable[[str], str]
 """Takes the text of a value, returns it in its plain form; ValueError says what is wrong."""
@@ -48,17 +48,17 @@ class Key:
     knob: str = ""
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """The way out of a misspelling: "did you mean 'x'?", or all that would have been right."""
+def way_out(word: str, words: Iterable[str]) -> str:
+    """What to do about a misspelling: "did you mean 'x'?", or all that would have been right."""
     words = list(words)
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(words)}"
+    near = nearest(word, words)
+    return f"did you mean {near!r}?" if near else f"one of: {', '.join(words)}"
 
 
 def one_of(*words: str) -> Check:
     def check(text: str) -> str:
         if text not in words:
-            raise ValueError(f"unknown value {text!r}; {nearest(text, words)}")
+            raise ValueError(f"unknown value {text!r}; {way_out(text, words)}")
         return text
 
     return check
@@ -100,7 +100,7 @@ def words_knob(*words: str, other: str = "") -> Check:
             raise ValueError("this knob holds a word; floors and ceilings are for numbers")
         for choice in value.choices:
             if choice not in words and not (other and re.fullmatch(other, choice)):
-                raise ValueError(f"unknown value {choice!r}; {nearest(choice, words)}")
+                raise ValueError(f"unknown value {choice!r}; {way_out(choice, words)}")
         return str(value)
 
     return check

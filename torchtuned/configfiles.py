@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchtuned.config import DEFAULT_PROFILE, Config, load, policy_section
-from torchtuned.config_keys import nearest
+from torchtuned.config_keys import way_out
 from torchtuned.errors import HostError, InvalidConfig, Missing, TorchtunedError
 from torchtuned.host import Host
 
@@ -130,7 +130,7 @@ def _profile_files(
         faults.append(f"{looked}: install the package torchtuned again")
         return []
     if name not in known:
-        faults.append(f"{source}: unknown profile {name!r}; {nearest(name, known)}")
+        faults.append(f"{source}: unknown profile {name!r}; {way_out(name, known)}")
         return []
     found = []
     for path, text in _files(host, [known[name]], faults):

@@ -26,9 +26,9 @@ from torchtuned.bus import Bus, CallFailed
 from torchtuned.configfiles import read_config
 from torchtuned.dbusapi import NAME, Api
 from torchtuned.engine import Engine
-from torchtuned.errors import TorchtunedError
+from torchtuned.errors import Failed, TorchtunedError
 from torchtuned.findings import Finding
-from torchtuned.gpus import Gpus, Sample
+from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.hostchecks import HostChecks
 from torchtuned.hostpolicy import HostPolicy
@@ -47,6 +47,7 @@ from torchtuned.reports.store import FOLDER, Store
 from torchtuned.systemd1 import Systemd
 from torchtuned.topology import Topology
 from torchtuned.tunables.owners import BUS_NAMES, PPD, UNITS
+from torchtuned.wording import count
 
 log = logging.getLogger("torchtuned")
 
@@ -100,7 +101,6 @@ class Daemon:
             ours=lambda: self.engine.ledger.entries,
             watch=lambda: self.policy.config.gpu.watch,
         )
-        self._samples: dict[str, Sample] = {}
         self._newcomers = Newcomers(host, self.gpus, self.policy, self._survey)
         self._hotplug: Hotplug | None = None
         self._watched: tuple[tuple[str, str], ...] = ()
@@ -214,9 +214,9 @@ class Daemon:
     async def _survey(self, *, cpus_moved: bool = False) -> None:
         async with self._surveying:
             topology = await asyncio.to_thread(self._read_topology, drivers=True)
-            self._samples = await asyncio.to_thread(self.gpus.sample)
+            samples = await asyncio.to_thread(self.gpus.sample)
             self.manager.topology_changed(topology, cpus_moved=cpus_moved)
-            self.api.gpus_changed(topology, self._samples)
+            self.api.gpus_changed(topology, samples)
 
     def _read_topology(self, *, drivers: bool = False) -> Topology:
         """Without `drivers` NVML is not asked: it may take seconds."""
@@ -268,7 +268,7 @@ class Daemon:
     def _send_status(self) -> None:
         self._status = None
         jobs = len(self.manager.jobs)
-        text = f"{self.policy.state}, profile {self.policy.config.profile}, {jobs} {'job' if jobs == 1 else 'jobs'}"
+        text = f"{self.policy.state}, profile {self.policy.config.profile}, {count(jobs, 'job')}"
         reasons = "; ".join(self.policy.degraded).splitlines()
         self.notifier.status(text + (f": {reasons[0]}" if reasons else ""))
 
@@ -303,7 +303,10 @@ async def _main(options: argparse.Namespace) -> int:
     host = Host(options.sysroot)
     run_dir = options.run_dir or host.root / "run/torchtuned"
     state_dir = options.state_dir or host.root / "var/lib/torchtuned"
-    run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        raise Failed("a file is in the way of this folder", where=str(run_dir), hint="move the file away") from e
     bus = await Bus.connect()
     notifier = Notifier()
     try:

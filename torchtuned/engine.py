@@ -14,14 +14,13 @@ from itertools import groupby
 
 from torchtuned.changes import Changes, refusal, row_of, tell
 from torchtuned.config import Config
-from torchtuned.configfiles import read_config as read_config
 from torchtuned.deadline import Deadline, Hung
 from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
 from torchtuned.host import BOOT_ID, Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import DEGRADING, Outcome, Row, State, left_to
 from torchtuned.survey import UNKNOWN, Case, Hanging, Survey, Wanted, matches
-from torchtuned.tunables import Family, Held
+from torchtuned.tunables import Family, Held, find_knob
 from torchtuned.tunables.block import BlockFamily
 from torchtuned.tunables.cpu import CpuFamily
 from torchtuned.tunables.gpu import GpuFamily
@@ -29,6 +28,7 @@ from torchtuned.tunables.latency import LatencyFamily
 from torchtuned.tunables.memory import Memory
 from torchtuned.tunables.owners import Owners
 from torchtuned.tunables.sysctl import GLOB, SysctlFamily
+from torchtuned.wording import nearest
 
 NOT_WANTED = "given back: no longer in the policy"
 NOT_IN_FORCE = "not in force: apply sets it"
@@ -169,7 +169,8 @@ class Engine:
             return [*rows.values(), *absent]
 
     def undo(self, knobs: Sequence[str] = (), *, tuners: Iterable[str] = (), seconds: float = UNDO_S) -> list[Row]:
-        """Give back what torchtuned has set: the knobs named (ids, patterns, folders), or all.
+        """Give back what torchtuned has set: the knobs named (ids, also without their family, patterns, folders), or
+        all.
 
         What another tuner has now stays, and in the ledger, too: once that has ended and given back what it found, the
         next undo can. All takes about `seconds` at the most: what hangs for too long is left to the next undo, and its
@@ -177,6 +178,7 @@ class Engine:
         Failed when the ledger cannot be had; NoSuchKnob for a name that means no knob, before anything is done.
         """
         with self._lock, self.ledger.locked(), self._deadline.within(seconds):
+            knobs = [self._whole(name) for name in knobs]
             chosen = [knob for knob in self.ledger.entries if matches(knob, knobs or None)]
             held = [knob for knob in self._held if matches(knob, knobs or None)]
             untouched = [name for name in knobs if not any(matches(knob, [name]) for knob in (*chosen, *held))]
@@ -247,8 +249,7 @@ class Engine:
 
     def _look(self, id: str) -> str:
         """The value of a knob that may have gone."""
-        family = self.families.get(id.partition("/")[0])
-        knob = family.find(self.host, id) if family else None
+        knob = find_knob(self.families, self.host, id)
         with contextlib.suppress(HostError, Hung):
             if knob:
                 return self._deadline.run(id, partial(knob.read, self.host), knob.patience)
@@ -311,14 +312,23 @@ class Engine:
             rows.append(Row(knob=knob, current="", wanted="", outcome=Outcome.APPLIED, reason="let go", source=""))
         return rows
 
+    def _whole(self, name: str) -> str:
+        """The id of a knob of which the family may have been left off (vm.swappiness); else the name as it is."""
+        if name.partition("/")[0] in self.families:
+            return name
+        ids = [f"{family}/{name}" for family in self.families]
+        knobs = [knob for id in ids if (knob := find_knob(self.families, self.host, id))]
+        return next((knob.id for knob in knobs if knob.id in self.ledger.entries or self.host.exists(knob.path)), name)
+
     def _not_ours(self, name: str) -> Iterator[Row]:
         """The row of a knob that undo finds untouched."""
-        family = self.families.get(name.partition("/")[0])
-        if family and (name in self.families or GLOB & set(name)):
+        if name.partition("/")[0] in self.families and (name in self.families or GLOB & set(name)):
             return  # all of a kind, and none of them touched
-        knob = family.find(self.host, name) if family else None
+        knob = find_knob(self.families, self.host, name)
         if knob is None:
-            raise NoSuchKnob(f"there is no knob {name!r}", hint="torchtuned plan lists those there are")
+            near = nearest(name, self.ledger.entries)
+            hint = f"did you mean {near}?" if near else "torchtuned plan lists those there are"
+            raise NoSuchKnob(f"there is no knob {name!r}", hint=hint)
         try:
             current = self._deadline.run(knob.id, partial(knob.read, self.host), knob.patience)
         except Missing as missing:

@@ -57,6 +57,32 @@ def test_drift_is_told_and_left(bus: PrivateBus, ready: Daemon, tree: Path) -> N
     assert swappiness.read_text() == "33\n"
 
 
+def test_status_without_the_knobs(bus: PrivateBus, ready: Daemon) -> None:
+    (ready.run_dir / "ledger.json").write_text("[" * 200_000)
+    done = torchtuned(bus, "status")
+    assert done.returncode == 1
+    assert done.stdout.startswith("torchtuned 0.1.0: ready, profile training\n  0 jobs, 2 GPUs\n")
+    assert "; knobs: " in done.stdout
+    assert "ledger.json: the ledger cannot be read" in done.stdout
+    answer = document(bus, "status")
+    assert (answer["state"], answer["knobs"]) == ("ready", [])
+    assert "remove that file" in answer["error"]
+
+
+def test_names_of_files_are_no_commands_to_the_terminal(bus: PrivateBus, ready: Daemon, tree: Path) -> None:
+    (tree / "etc/torchtuned/conf.d").mkdir(parents=True)
+    (tree / "etc/torchtuned/conf.d/a\x1b[2J\nb.conf").write_text("[cpu]\ngovernor = performance\n")
+    assert torchtuned(bus, "reload").returncode == 0
+    for words in (("config", "--sysroot", str(tree)), ("plan",), ("why", "cpu/policy0/governor")):
+        assert "\x1b" not in torchtuned(bus, *words).stdout
+    assert "\nb.conf" not in torchtuned(bus, "config", "--sysroot", str(tree)).stdout
+    (tree / "etc/torchtuned/conf.d/a\x1b[2J\nb.conf").write_text("[cpu]\ngovernorr = performance\n")
+    assert torchtuned(bus, "reload").returncode == 2
+    status = torchtuned(bus, "status").stdout
+    assert "degraded: configuration: " in status
+    assert "\x1b" not in status
+
+
 def test_undo_and_apply(bus: PrivateBus, ready: Daemon, tree: Path) -> None:
     swappiness = tree / "proc/sys/vm/swappiness"
     done = torchtuned(bus, "undo", "sysctl/vm.swappiness")

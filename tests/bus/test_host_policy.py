@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import MANAGER, ROOT, USER, Daemon, PrivateBus, Service
+from harness import MANAGER, REPOSITORY, ROOT, USER, Daemon, PrivateBus, Service
 
 from torchtuned.bus import CallFailed
 
@@ -273,6 +274,20 @@ def test_a_bad_file_leaves_the_old_policy_in_force(bus: PrivateBus, daemon: Star
     assert sysctl(tree, "vm.swappiness") == "1"
 
 
+@pytest.mark.parametrize("how", ["link", "pipe"])
+def test_what_is_no_file_is_a_bad_file(bus: PrivateBus, daemon: Start, tree: Path, how: str) -> None:
+    configure(tree, "[sysctl]\nvm.swappiness = keep\n")
+    one = daemon("--sysroot", tree)
+    one.wait_for("STATUS=ready")
+    path = tree / "etc/torchtuned/torchtuned.conf"
+    path.unlink()
+    path.symlink_to("moved.conf") if how == "link" else os.mkfifo(path)
+    with pytest.raises(CallFailed, match=r"torchtuned\.conf: a (link that leads nowhere|pipe)"):
+        bus.call(ROOT, MANAGER, "Reload")
+    bus.call(ROOT, MANAGER, "Apply")
+    assert sysctl(tree, "vm.swappiness") == "60"
+
+
 def test_a_bad_file_at_start_changes_nothing_and_says_so(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     configure(tree, "[cpu]\ngovernor = perfomance\n[jobs]\nslots = many\n")
     one = daemon("--sysroot", tree)
@@ -342,13 +357,18 @@ def test_idle_it_makes_no_wakeups(bus: PrivateBus, services: Fake, daemon: Start
 
 
 def test_help_and_bad_options() -> None:
-    import sys
-
-    from harness import REPOSITORY
-
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "torchtuned.daemon"]
     assert subprocess.run([*command, "--colour"], env=environment, capture_output=True, check=False).returncode == 2
     shown = subprocess.run([*command, "--help"], env=environment, capture_output=True, check=False, text=True)
     assert shown.returncode == 0
     assert "--sysroot DIR" in shown.stdout
+
+
+def test_a_file_where_its_folder_should_be(bus: PrivateBus, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    for place in ("run", "run/below"):
+        command = [sys.executable, "-m", "torchtuned.daemon", f"--run-dir={tmp_path / place}"]
+        done = subprocess.run(command, env=bus.environment, capture_output=True, check=False, text=True, cwd=REPOSITORY)
+        assert done.returncode == 1
+        assert done.stderr == f"ERROR: {tmp_path / place}: a file is in the way of this folder (move the file away)\n"

@@ -92,7 +92,7 @@ BROKEN = {
     "null": (b"x = '\0'\n", ":1:"),
     "latin": (b"x = '\xe4'\n", ":1:1: not readable as text"),
     "encoding": (b"# coding: nonsense\n", ":1:1: not readable as text"),
-    "deep": (b"x = " + b"-" * 100_000 + b"1\n", ":1:1: cannot be parsed"),
+    "deep": (b"x = " + b"-" * 100_000 + b"1\n", ":1:1: cannot be parsed: nested too deeply"),
     "utf16": ("x = 1".encode("utf-16"), ":1:1: not readable as text"),
     "parentheses": (b"x = " + b"(" * 300 + b")" * 300, ":1:"),
     "tabs": (b"if 1:\n\tx\n        y\n", ":3:"),
@@ -191,6 +191,13 @@ def test_what_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)
     assert main([str(tmp_path)]) == 0
+
+
+def test_a_pipe_beside_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "a.py").write_text("import torch\n")
+    words = [sys.executable, "-m", "torchtuned.lint", str(tmp_path / "a.py")]
+    assert subprocess.run(words, cwd=TOP, timeout=60, check=False).returncode == 0
 
 
 def test_same_file_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

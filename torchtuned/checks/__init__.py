@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 
 from torchtuned.checks import (  # each registers its checks
@@ -29,6 +28,7 @@ from torchtuned.errors import InvalidRequest
 from torchtuned.findings import Finding, Unchecked
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
+from torchtuned.wording import nearest
 
 FAMILIES = (
     *(
@@ -69,8 +69,8 @@ def find(code: str) -> Check:
     """The check of a code, in either case. InvalidRequest with the nearest one when there is none."""
     found = REGISTRY.get(code.upper())
     if found is None:
-        near = difflib.get_close_matches(code.upper(), REGISTRY, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {min(REGISTRY)} to {max(REGISTRY)}"
+        near = nearest(code.upper(), REGISTRY)
+        hint = f"did you mean {near}?" if near else f"there are {min(REGISTRY)} to {max(REGISTRY)}"
         raise InvalidRequest(f"no check {code}", hint=hint)
     return found
 

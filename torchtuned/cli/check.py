@@ -25,6 +25,7 @@ from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
 from torchtuned.findings import UNCHECKED, Severity
 from torchtuned.gpus import Gpus
 from torchtuned.policy import Outcome
+from torchtuned.wording import count
 
 if TYPE_CHECKING:
     from torchtuned.host import Host
@@ -55,12 +56,7 @@ def check_options(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> int:
     host = host_of(args)
-    if args.python and host.real:
-        args.python = os.path.abspath(args.python)
-    if args.data and not host.exists(os.path.abspath(args.data) if host.real else args.data):
-        raise InvalidRequest("no such file or folder", where=f"--data {args.data}")
-    if args.data and host.real:
-        args.data = os.path.abspath(args.data)
+    args.python, args.data = _found(host, "--python", args.python), _found(host, "--data", args.data)
     if args.explain:
         return _explain(args, host, checks.find(args.explain))
     found, unchecked = _run(args, host, None)
@@ -73,6 +69,16 @@ def check(args: argparse.Namespace) -> int:
             render.facts(f"{data['path']}", _data_facts(data))
         _print(found, unchecked)
     return FINDINGS if found else FINE
+
+
+def _found(host: Host, option: str, path: str | None) -> str | None:
+    """A path that an option names, absolute. InvalidRequest."""
+    if path is None:
+        return None
+    place = os.path.abspath(path) if host.real else path
+    if not host.exists(place):
+        raise InvalidRequest("no such file or folder", where=f"{option} {path}")
+    return place
 
 
 def _run(args: argparse.Namespace, host: Host, only: Sequence[str] | None) -> tuple[list[Document], list[Document]]:
@@ -156,7 +162,7 @@ def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
     faults = sum(document["severity"] in ("error", "warning") for document in found)
     tuning = len(found) - faults
     parts = (
-        [f"{faults} {'fault' if faults == 1 else 'faults'}", f"{tuning} to consider"] if found else ["nothing is wrong"]
+        [count(faults, "fault"), f"{tuning} to consider"] if found else ["nothing is wrong"]
     )
     if unchecked:
         parts.append(f"{len({document['code'] for document in unchecked})} checks could not look everywhere")

@@ -1,4 +1,4 @@
-"""What one command of `torchtuned` is: a row of the table in cli.py.
+"""What one command of `torchtuned` is: a row of the table in main.py.
 
 It stands apart so that the modules that carry commands out need not import the table that lists them.
 """
@@ -38,6 +38,11 @@ def print_json(document: object) -> None:
     text = json.dumps(document, indent=2, ensure_ascii=False)
     # JSON lets DEL and the control characters above it stand, some terminals take them for commands
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
+
+
+def say(text: str) -> None:
+    """Print words that may hold names of files and other things of other people's."""
+    print(printable(text, len(text)))
 
 
 def note(text: str) -> None:

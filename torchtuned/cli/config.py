@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from torchtuned.cli import render
 from torchtuned.cli.changes_page import page
-from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json, say
 from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.cli.policy import CHANGE_S, local_ledger, look, tuners_of
 from torchtuned.client import MANAGER, ROOT, Client
@@ -22,6 +22,7 @@ from torchtuned.errors import InvalidRequest, NoSuchKnob
 from torchtuned.host import Host
 from torchtuned.policy import Entry, Wish
 from torchtuned.tunables.owners import Owners
+from torchtuned.wording import named, nearest
 
 # profile
 
@@ -38,10 +39,8 @@ def profile_options(parser: argparse.ArgumentParser) -> None:
 def _action(word: str) -> str:
     if word in ACTIONS:
         return word
-    import difflib
-
-    near = difflib.get_close_matches(word, ACTIONS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"to choose a profile: torchtuned profile set {word}"
+    near = nearest(word, ACTIONS)
+    hint = f"did you mean {near}?" if near else f"to choose a profile: torchtuned profile set {word}"
     raise argparse.ArgumentTypeError(f"invalid choice: {word!r} ({hint})")
 
 
@@ -77,7 +76,7 @@ def _list_profiles(host: Host, *, as_json: bool) -> int:
         return FINE
     rows = [("*" if one.name == config.profile else "", one.name, one.description) for one in known]
     render.table(("", "Profile", "For"), rows, styles=("green", "bold"))
-    print(f"* is chosen by {config.profile_source}")
+    say(f"* is chosen by {config.profile_source}")
     return FINE
 
 
@@ -112,7 +111,7 @@ def _show_profile(host: Host, name: str | None, *, as_json: bool) -> int:
         }
         for wish in config.wishes
     ]
-    print(f"profile {config.profile}, chosen by {config.profile_source}")
+    say(f"profile {config.profile}, chosen by {config.profile_source}")
     render.wishes(rows)
     return FINE
 
@@ -175,7 +174,7 @@ def config(args: argparse.Namespace) -> int:
             }
         )
     else:
-        print("\n".join(_lines(merged)))
+        say("\n".join(_lines(merged)))
     return FINE
 
 
@@ -191,7 +190,7 @@ def _lines(merged: Config) -> Iterator[str]:
         if setting.source == "default":
             yield f"# {setting.key} = {value}".rstrip()
             continue
-        yield f"# {_origin(setting)}"
+        yield f"# {_origin(setting)}".replace("\n", "?")  # in a file's name
         yield f"{setting.key} = {value}"
 
 
@@ -228,7 +227,7 @@ def why(args: argparse.Namespace) -> int:
     _, _, knobs = look(args, "Verify")
     chosen = [row for row in knobs if means(args.knob, row["knob"])]
     if not chosen:
-        raise NoSuchKnob(f"the policy wants no knob {args.knob}", hint=_nearest(args.knob, knobs))
+        raise NoSuchKnob(f"the policy wants no knob {named(args.knob)}", hint=_way_out(args.knob, knobs))
     ledger = local_ledger(host)
     ledger.peek()
     merged, owners = read_config(host), Owners(host, tuners_of(host))
@@ -274,12 +273,10 @@ def means(text: str, knob: str) -> bool:
     )
 
 
-def _nearest(text: str, knobs: Sequence[render.Row]) -> str:
-    import difflib
-
+def _way_out(text: str, knobs: Sequence[render.Row]) -> str:
     names = {row["knob"] for row in knobs} | {row["knob"].partition("/")[2] for row in knobs}
-    near = difflib.get_close_matches(text, sorted(names), n=1)
-    return f"did you mean {near[0]}?" if near else "torchtuned plan lists those that it wants"
+    near = nearest(text, sorted(names))
+    return f"did you mean {near}?" if near else "torchtuned plan lists those that it wants"
 
 
 def _document(answer: _Answer) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The commands about the machine and a place on it: topology, place, map. None of them needs the daemon."""
+"""The commands about the machine and a place on it: topology, place. None of them needs the daemon."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet, format_list
 from torchtuned.topology import Core, Gpu, Node, Topology
+from torchtuned.wording import count
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 FREE, SEVERAL, MANY, BARRED, ISOLATED = ".", "*", "#", "-", "i"
@@ -185,9 +186,6 @@ def _legend(cells: dict[int, Segment], owners: Sequence[Owner], width: int) -> l
 
 
 def _summary(topology: Topology) -> str:
-    def count(number: int, word: str) -> str:
-        return f"{number} {word}" + ("" if number == 1 else "s")
-
     parts = [
         count(len(topology.packages), "package"),
         count(len(topology.nodes), "NUMA node"),

@@ -28,6 +28,7 @@ from torchtuned.cli import top as cli_top
 from torchtuned.cli.command import FINDINGS, USAGE, Command
 from torchtuned.client import printable
 from torchtuned.errors import TorchtunedError
+from torchtuned.wording import named, nearest
 
 PROGRAM = "torchtuned"
 BUG, INTERRUPTED, READER_GONE = 70, 130, 141
@@ -190,11 +191,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
-    def refuse(self, extras: Sequence[str]) -> NoReturn:
-        word = extras[0]
-        kind = "option" if word.startswith("-") else "argument"
-        known = [text for action in self._actions for text in action.option_strings]
-        self.error(f"unknown {kind} {word}{_nearest(word.partition('=')[0], known)}")
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """The arguments, all known, and no option with an empty value: it would pass for one that was not given."""
+        args, extras = self.parse_known_args(words)
+        options = [(text, action.dest) for action in self._actions for text in action.option_strings]
+        for option, name in options:
+            if getattr(args, name, None) == "":
+                self.error(f"{option} needs a value, and got an empty one")
+        if extras:
+            extras = [word for word in extras if word != "--"] or extras
+            after = words[words.index("--") :] if "--" in words else ()
+            kind = "option" if extras[0].startswith("-") and extras[0] not in after else "argument"
+            near = _or_rather(extras[0].partition("=")[0], [text for text, _ in options]) if kind == "option" else ""
+            self.error(f"unknown {kind} {named(extras[0])}{near}")
+        return args
 
 
 def parser(command: Command) -> Parser:
@@ -244,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _drop_output()
         where = f"{error.filename}: " if error.filename else ""
-        _say(f"{where}{error.strerror or error}")
+        _say("the current folder is gone: cd to another one" if _homeless() else f"{where}{error.strerror or error}")
         return FINDINGS
     except Exception as error:
         if os.environ.get("TORCHTUNED_TRACEBACK"):
@@ -267,22 +277,16 @@ def _run(argv: list[str]) -> int:
     command = next((command for command in COMMANDS if command.name == argv[0]), None)
     if command is None:
         kind = "option" if argv[0].startswith("-") else "command"
-        near = _nearest(argv[0], [command.name for command in COMMANDS])
+        near = _or_rather(argv[0], [command.name for command in COMMANDS])
         near = ", did you mean torchtuned-run?" if argv[0] == "run" else near
-        _say(f"unknown {kind} {argv[0]}{near} (see {PROGRAM} --help)")
+        _say(f"unknown {kind} {named(argv[0])}{near} (see {PROGRAM} --help)")
         return USAGE
-    made = parser(command)
-    args, extras = made.parse_known_args(argv[1:])
-    if extras:
-        made.refuse(extras)
-    return command.run(args)
+    return command.run(parser(command).read(argv[1:]))
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(word, known, n=1)
-    return f", did you mean {near[0]}?" if near else ""
+def _or_rather(word: str, known: Sequence[str]) -> str:
+    near = nearest(word, known)
+    return f", did you mean {near}?" if near else ""
 
 
 def _never_fail_to_encode(stream: TextIO | None) -> None:
@@ -300,6 +304,15 @@ def _drop_output() -> None:
         os.close(null)
     except (OSError, ValueError):
         pass  # stdout is closed, or no file: nothing is left to go wrong
+
+
+def _homeless() -> bool:
+    """Whether the current folder has been deleted. Every relative path fails then, and the error names none."""
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
 
 
 def _say(text: str) -> None:

@@ -16,16 +16,17 @@ from datetime import UTC, datetime
 
 from torchtuned import __version__
 from torchtuned.cli import render
-from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, say
 from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client, has_systemd
 from torchtuned.configfiles import read_config
 from torchtuned.engine import NOT_IN_FORCE, Engine
-from torchtuned.errors import DaemonUnreachable, Failed, HostError, NotAuthorized
+from torchtuned.errors import DaemonUnreachable, Failed, HostError, NotAuthorized, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Row
 from torchtuned.tunables.owners import UNITS
+from torchtuned.wording import count
 
 CHANGE_S = 120.0  # several knobs may each take their 5 s before they are given up, and polkit may ask a person
 LOOK_S = 10.0
@@ -39,29 +40,34 @@ COLUMNS = ("knob", "current", "wanted", "outcome", "reason", "source")
 
 
 def status(args: argparse.Namespace) -> int:
+    knobs: list[render.Row] = []
+    fault = ""
     try:
         with Client(timeout_s=LOOK_S) as daemon:
             properties = daemon.properties(ROOT, MANAGER)
-            knobs = _ask(daemon, "Verify")
+            try:
+                knobs = _ask(daemon, "Verify")
+            except TorchtunedError as error:  # the ledger cannot be read, or a knob hangs: the rest is known
+                fault = str(error)
     except DaemonUnreachable as error:
         if args.json:
             print_json({"schema": SCHEMA, "state": "unreachable", "profile": "", "knobs": [], "error": str(error)})
         raise
     stopped = properties.get("State") == "stopped"  # given back on purpose, so nothing has drifted
     amiss = [row for row in knobs if row["outcome"] in AMISS and not stopped]
-    result = FINDINGS if amiss or properties.get("State") == "degraded" else FINE
+    result = FINDINGS if amiss or fault or properties.get("State") == "degraded" else FINE
     if args.json:
         known = {name.lower(): value for name, value in properties.items()}
-        print_json({"schema": SCHEMA, **known, "knobs": knobs})
+        print_json({"schema": SCHEMA, **known, "knobs": knobs} | ({"error": fault} if fault else {}))
         return result
-    print(f"torchtuned {properties.get('Version')}: {properties.get('State')}, profile {properties.get('Profile')}")
-    print(f"  {_count(properties.get('Jobs'), 'job')}, {_count(properties.get('Gpus'), 'GPU')}")
-    print(f"  policy {_applied(properties.get('LastApplied'))}; {tally(knobs)}")
+    say(f"torchtuned {properties.get('Version')}: {properties.get('State')}, profile {properties.get('Profile')}")
+    print(f"  {count(properties.get('Jobs'), 'job')}, {count(properties.get('Gpus'), 'GPU')}")
+    say(f"  policy {_applied(properties.get('LastApplied'))}; {f'knobs: {fault}' if fault else tally(knobs)}")
     if stopped:
         print("  everything was given back by undo; sudo torchtuned apply sets it again")
     degraded = properties.get("Degraded")
     for reason in degraded if isinstance(degraded, list) else ():
-        print(f"  degraded: {reason}")
+        say(f"  degraded: {reason}")
     if amiss:
         print()
         render.plan(amiss)
@@ -73,13 +79,9 @@ def tally(knobs: Sequence[render.Row]) -> str:
     counts = Counter(row["outcome"] for row in knobs)
     if not counts:
         return "no knob is wanted"
-    return f"{_count(len(knobs), 'knob')}: " + ", ".join(
+    return f"{count(len(knobs), 'knob')}: " + ", ".join(
         f"{number} {outcome}" for outcome, number in counts.most_common()
     )
-
-
-def _count(number: object, word: str) -> str:
-    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def _applied(microseconds: object) -> str:
@@ -142,7 +144,7 @@ def _show(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[re
         return
     if knobs:
         render.plan(knobs)
-    print(f"profile {profile}; {tally(knobs)}")
+    say(f"profile {profile}; {tally(knobs)}")
 
 
 def local_ledger(host: Host) -> Ledger:

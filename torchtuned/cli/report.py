@@ -24,6 +24,7 @@ from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.reports import store as reportstore
 from torchtuned.reports.usage import duration, size, together, within
+from torchtuned.wording import count
 
 FOLDER = Path("/var/lib/torchtuned") / reportstore.FOLDER
 LEAST_S = 0.05  # less is shown as 0.0 s
@@ -183,7 +184,7 @@ def _granted(granted: dict[str, Any]) -> list[tuple[str, str]]:
     got = [
         f"CPUs {granted['cpus'] or 'none'}" + (", shared with other jobs" if granted.get("shared") else ""),
         f"memory node {nodes}" if nodes else "",
-        _count(granted["threads"], "thread"),
+        count(granted["threads"], "thread"),
         f"a CPU quota of {granted['cpu_max']}" if granted.get("cpu_max") else "",
         by.get(str(granted.get("confinement")), ""),
     ]
@@ -218,12 +219,12 @@ def _cpu(measured: dict[str, Any], seconds: float, cpus: int) -> str:
     usage = within(measured, "cpu", "usage_s")
     if usage is None:
         return ""
-    busy = f"{100 * usage / seconds / cpus:.0f} % of its {_count(cpus, 'CPU')}" if seconds > 0 and cpus else ""
+    busy = f"{100 * usage / seconds / cpus:.0f} % of its {count(cpus, 'CPU')}" if seconds > 0 and cpus else ""
     throttled, times = within(measured, "cpu", "throttled_s"), within(measured, "cpu", "throttled")
     held = ""
     if times is not None:
         held = (
-            f"held up by a quota {_count(int(times), 'time')}, {duration(throttled or 0)}"
+            f"held up by a quota {count(int(times), 'time')}, {duration(throttled or 0)}"
             if times
             else "no quota held it up"
         )
@@ -240,10 +241,6 @@ def _memory(measured: dict[str, Any]) -> str:
             f"the kernel killed {events['oom_kill']} of its processes" if events.get("oom_kill") else "",
         )
     )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _of(number: float | None, what: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchtuned.cli.watch import Row, View
 from torchtuned.reports.usage import duration
+from torchtuned.wording import count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -104,7 +105,7 @@ def _second(row: Row, width: int) -> Text:
     if row.confinement == "none" and row.state == "running":
         facts.append("not held to its CPUs!")
     if row.findings:
-        facts.append("1 finding!" if row.findings == 1 else f"{row.findings} findings!")
+        facts.append(f"{count(row.findings, 'finding')}!")
     facts.append(duration(max(0.0, time.time() - row.since / 1e6)))
     right = "  ".join(facts)
     room = max(8, width - 6 - len(right) - 2)

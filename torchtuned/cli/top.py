@@ -49,9 +49,12 @@ def top(args: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0.2 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0.2 and 3600 seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.2 to 3600")
     return value
 
 
@@ -78,8 +81,7 @@ def _live(watcher: Watcher, interval: float) -> int:
     from rich.live import Live
 
     out = render.console()
-    first, due = 0, 0.0
-    view = watcher.look()
+    view, first, due = watcher.look(), 0, time.monotonic() + interval  # what grows is known from the second look on
     with Terminal() as terminal, Live(console=out, screen=True, auto_refresh=False, redirect_stdout=False) as live:
         while True:
             if time.monotonic() >= due:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     missing = [path for path in args.paths if not os.path.exists(path)]
     if missing:
-        print(f"torchtuned lint: {missing[0]}: no such file or folder", file=sys.stderr)
+        print(f"torchtuned lint: {missing[0] or repr('')}: no such file or folder", file=sys.stderr)
         return 2
     gc.disable()  # trees are many small objects that all live to the end: collecting takes a fifth of the time
     try:
@@ -122,7 +122,7 @@ def _load_importers(project: Project, path: Path) -> None:
     """Load those neighbours of a single file that may import it: they tell whether its loaders are trained with."""
     root = package_root(path.parent)
     inside = (root / "__init__.py").is_file()
-    neighbours = python_files(root) if inside else iter(sorted(root.glob("*.py")))
+    neighbours = python_files(root) if inside else (one for one in sorted(root.glob("*.py")) if one.is_file())
     for number, other in enumerate(neighbours):
         if number >= _SIBLINGS:
             break

@@ -112,7 +112,7 @@ def read(path: Path, shown: str) -> Source:
         message = f"syntax error: {error.msg} (read with the grammar of Python {version})"
         raise Unparsed(shown, error.lineno or 1, max(error.offset or 1, 1), message) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise Unparsed(shown, 1, 1, f"cannot be parsed: {error}") from error
+        raise Unparsed(shown, 1, 1, f"cannot be parsed: {str(error) or 'nested too deeply'}") from error
     return Source(path, shown, text, tree, parents, nodes)
 
 

@@ -175,10 +175,10 @@ def _nearest(word: str) -> str:
 
 
 def _like(word: str, choices: tuple[str, ...]) -> str:
-    import difflib
+    from torchtuned.wording import nearest
 
-    found = difflib.get_close_matches(word, choices, 1)
-    return f"did you mean {found[0]}?" if found else ""
+    near = nearest(word, choices)
+    return f"did you mean {near}?" if near else ""
 
 
 def help_text() -> str:

@@ -88,6 +88,12 @@ class Family(Protocol):
         """Why `expand` finds nothing."""
 
 
+def find_knob(families: Mapping[str, Family], host: Host, id: str) -> Knob | None:
+    """The knob of that id, also when its device is away; None when there is no such knob."""
+    family = families.get(id.partition("/")[0])
+    return family.find(host, id) if family else None
+
+
 def read_words(host: Host, path: str) -> tuple[str, ...] | None:
     """A file that lists words, None when there is none."""
     return tuple(host.text(path).split()) or None
