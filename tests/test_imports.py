@@ -19,7 +19,19 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("wording", "placement.", "run.launchers", "effects", "cli.machine_map", "reports.usage", "reports.ending"),
     ),
     "doors": (
-        *("host", "gpus", "nvidia", "pci", "ledger", "processes", "deadline", "files", "run.trust", "notify"),
+        *(
+            "host",
+            "gpus",
+            "nvidia",
+            "pci",
+            "ledger",
+            "processes",
+            "deadline",
+            "files",
+            "jobtables",
+            "run.trust",
+            "notify",
+        ),
         *("reports.proctree", "reports.inotify", "reports.journal", "reports.store"),
     ),
     "readers": (

@@ -20,9 +20,12 @@ from torchtuned import discover, manager, scopes
 from torchtuned.config import builtin, load
 from torchtuned.cpuset import CpuSet
 from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized
+from torchtuned.files import replace_file
 from torchtuned.host import Host
 from torchtuned.jobs import Job, Jobs, State
 from torchtuned.manager import Manager
+from torchtuned.placement import Grant, grant_to_json
+from torchtuned.processes import start_time
 from torchtuned.topology import Topology
 
 UID = os.getuid()
@@ -387,6 +390,36 @@ def test_a_gpu_that_is_gone_is_leased_to_nobody(bench: Callable[..., Bench]) -> 
         one.manager.topology_changed(whole)
         assert one.table.get(job.id) == found
         assert next(entry.gpus for entry in one.table.grants) == ()
+
+    play(one, story)
+
+
+def test_a_job_that_placed_itself_meanwhile_keeps_its_cpus(bench: Callable[..., Bench]) -> None:
+    """While the daemon is stopped (SIGSTOP), say: nothing tells it, but the table has changed when it deals again."""
+    one = bench()
+    folder = one.host.root / f"run/lock/torchtuned-{UID}"
+    folder.mkdir(parents=True, mode=0o711)
+    alone = min(os.sched_getaffinity(0))
+
+    def placed(*children: subprocess.Popen[bytes]) -> None:
+        grant = grant_to_json(Grant(cpus=frozenset({alone}), threads=1))
+        jobs = [{"pid": child.pid, "start": start_time(child.pid), "grant": grant} for child in children]
+        replace_file(folder / "jobs.json", json.dumps({"schema": 1, "jobs": jobs}), mode=0o644, sync=False)
+
+    async def story() -> None:
+        await one.manager.adopt()
+        child, late = one.process(), one.process()
+        os.sched_setaffinity(child.pid, {alone})
+        placed(child)
+        job = await one.register(cpus="1")
+        assert job.grant is not None
+        assert alone not in job.grant.cpus
+        assert [other.process.pid for other in one.table if other.state is State.RUNNING] == [child.pid]
+        granted = await one.register(late, cpus="1")
+        placed(child, late)  # it did not wait for the answer
+        await one.register(cpus="1")
+        assert one.table.get(granted.id) is None
+        assert [other.process.pid for other in one.table if other.state is State.RUNNING] == [child.pid, late.pid]
 
     play(one, story)
 

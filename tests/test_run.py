@@ -680,6 +680,15 @@ def test_a_daemon_that_dies_in_between(fake: Fake) -> None:
     assert (job.returncode, out.strip()) == (0, str(len(os.sched_getaffinity(0))))
 
 
+@pytest.mark.parametrize("files", range(5, 9))
+def test_few_descriptors_lead_to_a_place_of_ones_own(fake: Fake, files: int) -> None:
+    """However far it comes with asking: to connect, to make a pidfd, to send it."""
+    fake.play(grant=GRANT)
+    done = in_bash(f'ulimit -n {files}; "$@" sh -c "exit 3"')
+    assert done.returncode == 3
+    assert "internal error" not in done.stderr
+
+
 def test_a_queued_job_waits_for_its_own_signal(fake: Fake) -> None:
     queued = {**GRANT, "state": "queued", "cpus": "", "ranks": [], "threads": 0, "warnings": ["1 job is before it"]}
     fake.play(register=queued, late=NARROW, commit=NARROW)

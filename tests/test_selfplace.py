@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from fakes.tree import machine, machine_a, make_tree, pairs
 from torchtuned import configfiles
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import Busy, NoSuchGpu, Unreadable
-from torchtuned.gpus import Gpus, Process
+from torchtuned.gpus import Gpus
+from torchtuned.gpus import Process as User
 from torchtuned.host import Host
-from torchtuned.placement import request_to_json
-from torchtuned.placement.grants import Request
+from torchtuned.jobs import Job, Jobs, State
+from torchtuned.placement import Grant, Request, request_to_json
+from torchtuned.processes import Process
 from torchtuned.run import selfplace
 
 TOP = Path(__file__).resolve().parent.parent
@@ -143,9 +146,9 @@ def test_a_gpu_on_which_somebody_computes_is_looked_at_again_and_again(
 ) -> None:
     looks: list[int] = []
 
-    def busy(gpus: Gpus) -> dict[str, tuple[Process, ...]]:
+    def busy(gpus: Gpus) -> dict[str, tuple[User, ...]]:
         looks.append(len(looks))
-        users = () if len(looks) > 2 else (Process(pid=9999, memory=0),)
+        users = () if len(looks) > 2 else (User(pid=9999, memory=0),)
         return {address: users for address in gpus.addresses()}
 
     monkeypatch.setattr(selfplace, "RETRY_S", 0.01)
@@ -162,7 +165,7 @@ def test_a_job_inside_a_job_may_have_the_gpu_on_which_that_computes(
     outer = selfplace.place_self(wishes(gpus=1), pid=101, host=gpu_host)["gpus"]
     make_tree(gpu_host.root, process(102, parent=101))
     monkeypatch.setattr(
-        Gpus, "busy", lambda gpus: {address: (Process(pid=101, memory=0),) for address in gpus.addresses()}
+        Gpus, "busy", lambda gpus: {address: (User(pid=101, memory=0),) for address in gpus.addresses()}
     )
     assert selfplace.place_self(wishes(gpus=1), pid=102, host=gpu_host)["gpus"] == outer
 
@@ -238,6 +241,26 @@ def test_a_configuration_that_cannot_be_read_costs_a_warning(
     assert "the configuration is not used" in grant["warnings"][0]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, whom file modes bind")
+@pytest.mark.parametrize("private", ["conf.d", "conf.d/x.conf"])
+def test_a_configuration_for_root_alone_is_said_with_what_to_do(host: Host, private: str, tmp_path: Path) -> None:
+    make_tree(host.root, {"etc/torchtuned/conf.d/x.conf": "[jobs]\nreserved = 0\n"})
+    path = host.root / "etc/torchtuned" / private
+    path.chmod(0o700 if path.is_dir() else 0o600)
+    for part in (tmp_path, *tmp_path.parents[:3]):
+        part.chmod(part.stat().st_mode | 0o011)
+    before = os.geteuid()
+    os.seteuid(65534)
+    try:
+        warnings: list[str] = []
+        selfplace.settings(host, warnings)
+    finally:
+        os.seteuid(before)
+    where = f"/etc/torchtuned/{private}"
+    what = f"the configuration is not used: {where}: permission denied"
+    assert warnings == [f"{what}; all must be able to read it: sudo chmod a+rX {where}"]
+
+
 def test_the_places_of_the_configuration_are_all_looked_at() -> None:
     assert selfplace.MAIN == configfiles.MAIN
     assert set(selfplace.FOLDERS) == {*configfiles.DROP_INS, *configfiles.PROFILES}
@@ -279,7 +302,7 @@ def test_links_are_not_followed(runtime: Path, host: Host, tmp_path: Path) -> No
     precious = tmp_path / "precious"
     precious.write_text("mine")
     runtime.mkdir(mode=0o700)
-    for name in ("jobs.json", "jobs.json.new"):
+    for name in ("jobs.json", "jobs.new"):
         (runtime / name).symlink_to(precious)
     assert selfplace.place_self(wishes(), pid=101, host=host)["warnings"] == []
     assert precious.read_text() == "mine"
@@ -367,10 +390,91 @@ def test_a_full_disk_costs_a_warning(runtime: Path, host: Host, monkeypatch: pyt
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "replace", full)
     grant = selfplace.place_self(wishes(), pid=101, host=host)
     assert "No space left" in grant["warnings"][-1]
-    assert not (runtime / "jobs.json").exists()
+    assert [path.name for path in runtime.iterdir()] == ["lock"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, whom file modes bind")
+def test_a_umask_that_takes_all_locks_nobody_out(host: Host, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    for part in (tmp_path, *tmp_path.parents[:3]):
+        part.chmod(part.stat().st_mode | 0o011)
+    script = (
+        f"import os, sys; sys.path[:0] = {[str(TOP), str(TOP / 'tests')]!r}\n"
+        "os.umask(0o777); from torchtuned.host import Host; from torchtuned.run import selfplace\n"
+        "from test_selfplace import wishes\n"
+        f"host = Host({str(host.root)!r})\n"
+        "for pid in (101, 102): print(selfplace.place_self(wishes(cpus='4'), pid=pid, host=host))\n"
+        "print(oct(os.umask(0)))"
+    )
+    code = f"import os; os.setgid(65534); os.setuid(65534)\n{script}"
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    first, second, umask = done.stdout.splitlines() or [done.stderr]
+    assert ("'warnings': []" in first, "'warnings': []" in second, umask) == (True, True, "0o777")
+    (folder / "torchtuned").chmod(0)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert f"permission denied (chmod -R u+rwX {folder}/torchtuned)" in done.stdout
+
+
+def test_a_table_that_nobody_would_read_is_not_written(
+    runtime: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selfplace.place_self(wishes(cpus="1"), pid=101, host=host)
+    monkeypatch.setattr(selfplace, "MAX_BYTES", 1000)
+    assert "too large" in selfplace.place_self(wishes(cpus="1"), pid=102, host=host)["warnings"][-1]
+    assert [job["pid"] for job in table(runtime)] == [101]
+
+
+# What a daemon placed that does not answer now
+
+
+def daemons(host: Host, pid: int, cpus: str, **changes: Any) -> Path:
+    """The files of a daemon with one job."""
+    folder = host.root / "run/torchtuned"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o755)
+    granted = Grant(cpus=parse_list(cpus), threads=1, **changes)
+    process = Process(pid=pid, start=1000 + pid, uid=4321)
+    jobs = Jobs(folder / "jobs.json")
+    jobs.load()
+    request = Request(command=("secret",))
+    job = Job(id=jobs.new_id(), process=process, request=request, since=1, state=State.RUNNING, grant=granted)
+    jobs.put(replace(job, warnings=("secret",)))
+    return folder / "placed.json"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the file counts when it is root's")
+def test_jobs_of_a_daemon_that_is_gone_are_kept_clear_of(runtime: Path, gpu_host: Host) -> None:
+    public = daemons(gpu_host, 101, "0-6,16-22", gpus=("0000:10:00.0",))
+    daemons(gpu_host, 102, "8-15,24-31")
+    assert public.stat().st_mode & 0o777 == 0o644
+    assert "secret" not in public.read_text()
+    grant = selfplace.place_self(wishes(cpus="1", gpus=[]), pid=103, host=gpu_host)
+    assert (grant["cpus"], grant["shared"]) == ("7,23", False)
+    assert grant["apart"] == "your own jobs and those of torchtunedd"
+    make_tree(gpu_host.root, process(105, parent=101, cpus="0-6,16-22"))
+    assert selfplace.place_self(wishes(gpus=[]), pid=105, host=gpu_host)["cpus"] == "0-6,16-22", "inside of it"
+    assert "0000:10:00.0" not in selfplace.place_self(wishes(gpus=3), pid=104, host=gpu_host)["gpus"]
+    (gpu_host.root / "proc/102/stat").unlink()
+    assert parse_list(selfplace.place_self(wishes(gpus=[]), pid=106, host=gpu_host)["cpus"]) & parse_list("8-15")
+    assert {job["pid"] for job in table(runtime)} == {103, 104, 105, 106}, "only its own are in a user's table"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives files to other users")
+def test_nobody_but_root_says_what_the_daemon_placed(runtime: Path, host: Host) -> None:
+    public = daemons(host, 101, "0-15")
+    public.parent.chmod(0o777)
+    assert selfplace.place_self(wishes(), pid=102, host=host, dry=True)["cpus"] == "0-31"
+    public.parent.chmod(0o755)
+    os.chown(public.parent, 65534, -1)
+    assert selfplace.place_self(wishes(), pid=102, host=host, dry=True)["cpus"] == "0-31"
+    os.chown(public.parent, 0, -1)
+    public.write_text("[")
+    assert selfplace.place_self(wishes(), pid=102, host=host, dry=True)["cpus"] == "0-31"
 
 
 def test_many_at_once_stay_apart(runtime: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import pwd
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torchtuned.host import Host
 from torchtuned.jobs import Job
 from torchtuned.placement import Grant, grant_to_json
 from torchtuned.processes import start_time
-from torchtuned.selfplaced import self_placed
+from torchtuned.selfplaced import Tables
 
 USER, OTHER = pwd.getpwnam("nobody").pw_uid, pwd.getpwnam("daemon").pw_uid
 MINE = frozenset(os.sched_getaffinity(0))
@@ -72,7 +73,7 @@ def publish(host: Host, uid: int, text: str | list[Any], owner: int | None = Non
 
 def found(host: Host) -> list[Job]:
     before = len(os.listdir("/proc/self/fd"))
-    jobs = self_placed(host, discover.topology(host))
+    jobs = Tables(host).read(discover.topology(host))
     assert len(os.listdir("/proc/self/fd")) == before
     return jobs
 
@@ -94,7 +95,7 @@ def test_root_without_power_over_files_reads_it_too(host: Host, begin: Callable[
     (folder / "jobs.json").chmod(0o644)
     code = (
         "import sys; from torchtuned import discover, host, selfplaced; h = host.Host(sys.argv[1]);"
-        "print(len(selfplaced.self_placed(h, discover.topology(h))))"
+        "print(len(selfplaced.Tables(h).read(discover.topology(h))))"
     )
     power = "-dac_override,-dac_read_search"
     powerless = ["setpriv", f"--bounding-set={power}", f"--inh-caps={power}"]
@@ -178,3 +179,46 @@ def test_folders_and_files_of_others_and_links_are_not_read(host: Host, begin: C
     (host.root / f"run/lock/torchtuned-{OTHER}").symlink_to(folder)
     (host.root / "run/lock/torchtuned-x").mkdir()
     assert found(host) == []
+
+
+def test_a_table_is_read_again_when_it_was_replaced(host: Host, begin: Callable[..., int]) -> None:
+    machine, tables, pids = discover.topology(host), Tables(host), [begin(USER), begin(USER)]
+    folder = publish(host, USER, [entry(pids[0])])
+    assert [job.process.pid for job in tables.read(machine)] == pids[:1]
+    assert (tables.changed(), tables.read(machine)) == ([], [])
+    with open(folder / "jobs.new", "w") as file:
+        json.dump({"schema": 1, "jobs": [entry(pid) for pid in pids]}, file)
+    os.chown(folder / "jobs.new", USER, -1)
+    os.replace(folder / "jobs.new", folder / "jobs.json")
+    assert tables.changed() == [USER]
+    assert {job.process.pid for job in tables.read(machine)} == set(pids)
+    tables.forget(USER)
+    assert tables.changed() == [USER]
+
+
+HUGE = "0-65535"
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        {"cpus": f"{HUGE}," * 120_000},
+        {"memory_nodes": f"{HUGE}," * 120_000},
+        {"ranks": [{"cpus": HUGE, "memory_nodes": HUGE}] * 20_000},
+        {"ranks": [{"cpus": f"{HUGE}," * 2000}] * 50},
+    ],
+)
+def test_a_table_that_is_meant_to_take_long_does_not(
+    host: Host, begin: Callable[..., int], grant: dict[str, Any]
+) -> None:
+    pid = begin(USER)
+    publish(host, USER, [entry(pid, grant=grant)])
+    started, cpu = time.monotonic(), time.process_time()
+    found(host)
+    assert time.process_time() - cpu < 2
+    many = [entry(pid, grant={"memory_nodes": HUGE, "ranks": [{"cpus": HUGE}] * 10})] * 1000
+    publish(host, USER, many)
+    cpu = time.process_time()
+    found(host)
+    assert time.process_time() - cpu < 2
+    assert time.monotonic() - started < 60

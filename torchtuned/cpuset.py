@@ -13,10 +13,12 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 def parse_list(text: str) -> CpuSet:
     """Read "0-3,8" (cpulist, Cpus_allowed_list); empty text is the empty set.
 
-    Raises ValueError with the offending part. Newlines and NUL bytes around the text are ignored:
-    kernels of 2021 ended these files with both.
+    Raises ValueError with the offending part, also when the parts together name more than LIMIT numbers: a text from
+    a stranger that says "0-65535," a thousand times is not worth a second. Newlines and NUL bytes around the text are
+    ignored: kernels of 2021 ended these files with both.
     """
     cpus: set[int] = set()
+    left = LIMIT
     for part in text.strip(" \t\n\0").split(","):
         part = part.strip()
         if not part:
@@ -26,7 +28,8 @@ def parse_list(text: str) -> CpuSet:
             raise ValueError(f"not a CPU list: {part!r}")
         low = int(first) if len(first) <= 6 else LIMIT
         high = low if not dash else int(last) if len(last) <= 6 else LIMIT
-        if high < low or high >= LIMIT:
+        left -= high - low + 1
+        if high < low or high >= LIMIT or left < 0:
             raise ValueError(f"not a CPU list: {part!r}")
         cpus.update(range(low, high + 1))
     return frozenset(cpus)

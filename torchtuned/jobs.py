@@ -1,7 +1,8 @@
 """The table of jobs: who has what, who waits, and the copy of it in /run that a restarted daemon adopts.
 
 The copy is written on every change (temporary file, rename; no fsync, /run is memory), with each job's line made once,
-so that a thousand jobs cost a thousand short texts joined and not a thousand objects serialised.
+so that a thousand jobs cost a thousand short texts joined and not a thousand objects serialised. Beside it lies what
+all may read, for jobs that get no answer from this daemon: who has which CPUs and GPUs (jobtables.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torchtuned import cuda
 from torchtuned.config import Config
 from torchtuned.errors import Failed, InvalidRequest, TorchtunedError
 from torchtuned.files import replace_file, way_out
+from torchtuned.jobtables import PLACED
 from torchtuned.placement import Grant, Request, grant_from_json, grant_to_json, request_from_json, request_to_json
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
@@ -93,6 +95,7 @@ class Jobs:
         self.path = Path(path)
         self._jobs: dict[str, Job] = {}
         self._lines: dict[str, str] = {}
+        self._public: dict[str, str] = {}  # of those that have a grant
         self._next = 1
 
     def __len__(self) -> int:
@@ -123,22 +126,21 @@ class Jobs:
 
     def put(self, job: Job) -> None:
         """Add a job, or take its new state. Failed, with the table as it was, when it cannot be recorded."""
-        before, line = self._jobs.get(job.id), self._lines.get(job.id)
-        self._jobs[job.id] = job
-        self._lines[job.id] = json.dumps(_to_json(job), separators=(",", ":"))
+        before = self._jobs.get(job.id)
+        self._set(job)
         try:
             self._save()
         except OSError as e:
-            if before is None or line is None:
-                del self._jobs[job.id], self._lines[job.id]
+            if before is None:
+                self._forget(job.id)
             else:
-                self._jobs[job.id], self._lines[job.id] = before, line
+                self._set(before)
             hint = way_out(e, self.path.parent)
             raise Failed(f"the job cannot be recorded: {e.strerror}", where=str(self.path), hint=hint) from e
 
     def drop(self, job_id: str) -> None:
         """Forget a job. Its line may stay in the file when that cannot be written; the process is gone all the same."""
-        del self._jobs[job_id], self._lines[job_id]
+        self._forget(job_id)
         try:
             self._save()
         except OSError as e:
@@ -164,13 +166,30 @@ class Jobs:
             return
         self._next = max(following, *(int(job_id) + 1 for job_id in jobs), 1)
         for job in jobs.values():
-            self._jobs[job.id] = job
-            self._lines[job.id] = json.dumps(_to_json(job), separators=(",", ":"))
+            self._set(job)
+
+    def _set(self, job: Job) -> None:
+        self._jobs[job.id] = job
+        self._lines[job.id] = json.dumps(_to_json(job), separators=(",", ":"))
+        if job.grant is None:
+            self._public.pop(job.id, None)
+        else:
+            self._public[job.id] = json.dumps(_public(job, job.grant), separators=(",", ":"))
+
+    def _forget(self, job_id: str) -> None:
+        del self._jobs[job_id], self._lines[job_id]
+        self._public.pop(job_id, None)
 
     def _save(self) -> None:
         text = ",\n".join(self._lines.values())
         table = f'{{"schema":{SCHEMA},"next":{self._next},"jobs":[\n{text}\n]}}\n'
         replace_file(self.path, table, mode=0o600, sync=False)
+        lines = ",\n".join(self._public.values())
+        public = f'{{"schema":{SCHEMA},"jobs":[\n{lines}\n]}}\n'
+        try:
+            replace_file(self.path.with_name(PLACED), public, mode=0o644, sync=False)
+        except OSError as e:  # no reason to refuse a job
+            log.warning("%s: cannot be written: %s", PLACED, e.strerror)
 
 
 def _to_json(job: Job) -> dict[str, Any]:
@@ -188,6 +207,13 @@ def _to_json(job: Job) -> dict[str, Any]:
         "cpu_max": job.cpu_max,
         "warnings": list(job.warnings),
     }
+
+
+def _public(job: Job, grant: Grant) -> dict[str, Any]:
+    """What others need to know to keep clear of a job, and no more."""
+    whole = grant_to_json(grant)
+    kept = {name: whole[name] for name in ("cpus", "gpus", "shared", "bound", "threads")}
+    return {"pid": job.process.pid, "start": job.process.start, "uid": job.process.uid, "grant": kept}
 
 
 def _from_json(entry: Mapping[str, Any]) -> Job:

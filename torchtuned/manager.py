@@ -26,7 +26,7 @@ from torchtuned.pinning import Hotplug, pin_again
 from torchtuned.placement import Request
 from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
-from torchtuned.selfplaced import self_placed
+from torchtuned.selfplaced import Tables
 from torchtuned.topology import Topology
 from torchtuned.watches import Watches
 
@@ -74,6 +74,7 @@ class Manager:
         self._around: dict[str, frozenset[str]] = {}  # of those who wait: the jobs that they run inside of
         self._polling = False
         self._committing: set[str] = set()
+        self._tables, self._reading = Tables(host), asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -104,6 +105,7 @@ class Manager:
                 await self._lent.look(list(self._table))
             if uid not in (0, seen.process.uid):
                 raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
+            await self._adopt_self_placed()  # some may have, while this daemon was stopped or the machine too busy
             if self._table.of_user(seen.process.uid) >= JOBS_PER_USER:
                 raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
             self._replace_earlier(seen.process)
@@ -243,27 +245,38 @@ class Manager:
         self._spawn(self._adopt_self_placed(after_s=LATE_S))
 
     async def _adopt_self_placed(self, *, after_s: float = 0.0) -> None:
-        """Those that found no daemon. What earlier jobs have already stays theirs."""
+        """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs."""
         await asyncio.sleep(after_s)
-        for found in await asyncio.to_thread(self_placed, self._host, self.topology):
-            mine = self._table.of_user(found.process.uid) < JOBS_PER_USER
-            known = any(job.process == found.process for job in self._table)
-            pidfd = processes.reopen(found.process) if mine and not known and found.grant is not None else None
-            if pidfd is None or found.grant is None:
-                continue
-            taken = {gpu for grant in self._table.grants for gpu in grant.gpus}
-            grant = replace(found.grant, gpus=tuple(gpu for gpu in found.grant.gpus if gpu not in taken))
-            job = replace(found, id=self._table.new_id(), grant=grant)
-            try:
-                self._table.put(job)
-            except Failed as e:
-                os.close(pidfd)
-                log.warning("%s", e)
-                return
-            log.info("job %s of uid %d: process %d placed itself", job.id, job.process.uid, job.process.pid)
-            self._watches.process(job.id, pidfd)
-            self._view.job_added(job)
-            self._followed()
+        async with self._reading:
+            for found in await asyncio.to_thread(self._tables.read, self.topology):
+                if not self._adopt_one(found):
+                    self._tables.forget(found.process.uid)
+
+    def _adopt_one(self, found: Job) -> bool:
+        """False when it is to be tried again."""
+        known = [job for job in self._table if job.process == found.process]
+        if any(job.state is State.RUNNING or job.id in self._committing for job in known):
+            return True
+        mine = self._table.of_user(found.process.uid) < JOBS_PER_USER
+        pidfd = processes.reopen(found.process) if mine and found.grant is not None else None
+        if pidfd is None or found.grant is None:
+            return True
+        taken = {gpu for job in self._table if job.grant and job not in known for gpu in job.grant.gpus}
+        grant = replace(found.grant, gpus=tuple(gpu for gpu in found.grant.gpus if gpu not in taken))
+        job = replace(found, id=self._table.new_id(), grant=grant)
+        try:
+            self._table.put(job)
+        except Failed as e:
+            os.close(pidfd)
+            log.warning("%s", e)
+            return False
+        log.info("job %s of uid %d: process %d placed itself", job.id, job.process.uid, job.process.pid)
+        self._watches.process(job.id, pidfd)
+        self._view.job_added(job)
+        for earlier in known:  # a grant that came too late for it
+            self._end(earlier.id, "placed itself")
+        self._followed()
+        return True
 
     async def close(self) -> None:
         """Let go of everything in memory; the table stays for the next daemon."""

@@ -4,7 +4,8 @@ Their tables lie in /run/lock/torchtuned-UID, which any user may make there with
 daemon can read: /tmp and /run/user are hidden from it, and it may not read what only its owner may. So each table is
 what a stranger says. It counts for the user's own processes only, which the kernel must know by their start time, and
 for no CPU that such a process may not run on, nor a GPU that somebody else has: that is what the user could have had
-from Register as well. All that is taken are numbers, checked; no text of it is shown.
+from Register as well. All that is taken are numbers, checked; no text of it is shown. Nobody's table takes more time
+than USER_S.
 
 A table elsewhere (a private XDG_RUNTIME_DIR, a container, a system without /run/lock) is not found, and its jobs stay
 by themselves.
@@ -12,67 +13,94 @@ by themselves.
 
 from __future__ import annotations
 
-import json
+import logging
 import os
-import stat
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from torchtuned import processes
-from torchtuned.errors import TorchtunedError
+from torchtuned.cpuset import parse_list
+from torchtuned.errors import InvalidRequest, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.jobs import Job, State
+from torchtuned.jobtables import LOCKS, PREFIX, open_folder, read_table
 from torchtuned.placement import Grant, Rank, Request, grant_from_json
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
 
-FOLDER, PREFIX, TABLE = "/run/lock", "torchtuned-", "jobs.json"
-MAX_TABLE = 1 << 20  # bytes
-MAX_JOBS = 256  # of a user
-NOTE = "it placed itself while torchtunedd did not run"
+MAX_RANKS = 256  # of a job, as far as they are taken over
+USER_S = 0.25
+ALL_S = 1.0
+NOTE = "it placed itself while torchtunedd did not answer"
+
+log = logging.getLogger(__name__)
 
 
-def self_placed(host: Host, machine: Topology) -> list[Job]:
-    """What can be believed, as running jobs without an id, the oldest process first."""
-    found: dict[Process, Job] = {}
-    for name in host.list(FOLDER):
-        uid = name.removeprefix(PREFIX)
-        if name.startswith(PREFIX) and uid.isascii() and uid.isdecimal() and len(uid) < 11:
-            for entry in _entries(host.root / FOLDER.lstrip("/") / name, int(uid)):
-                job = _believed(entry, int(uid), machine)
-                if job is not None:
-                    found[job.process] = job
-    return sorted(found.values(), key=lambda job: job.process.start)
+class Tables:
+    """The tables below a host's /run/lock, which are read again when they have changed."""
 
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._folder = host.root / LOCKS.lstrip("/")
+        self._seen: dict[int, int] = {}  # by user: when the folder of the table was changed
 
-def _entries(folder: Path, uid: int) -> Iterator[dict[str, Any]]:
-    """The entries of a table that is nobody's but this user's."""
-    try:
-        # O_PATH: others may pass through the folder and not list it, and this root is one of them
-        there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        made = os.fstat(there)
-        if made.st_uid != uid or made.st_mode & 0o022:
-            return
-        file = os.open(TABLE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=there)
-    except OSError:
-        return
-    finally:
-        os.close(there)
-    with os.fdopen(file, "rb") as opened:
-        written = os.fstat(file)
-        if not stat.S_ISREG(written.st_mode) or written.st_uid != uid:
-            return
-        text = opened.read(MAX_TABLE + 1)
-    try:
-        jobs = json.loads(text)["jobs"] if len(text) <= MAX_TABLE else []
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return
-    yield from (entry for entry in jobs[:MAX_JOBS] if isinstance(entry, dict)) if isinstance(jobs, list) else ()
+    def changed(self) -> list[int]:
+        """The users whose table is new or another than when it was read. A table is replaced, never written to, so
+        its folder tells.
+        """
+        found = []
+        for name in self._host.list(LOCKS):
+            uid = name.removeprefix(PREFIX)
+            if name.startswith(PREFIX) and uid.isascii() and uid.isdecimal() and len(uid) < 11:
+                try:
+                    when = os.lstat(self._folder / name).st_mtime_ns
+                except OSError:
+                    continue
+                if self._seen.get(int(uid)) != when:
+                    found.append(int(uid))
+        return found
+
+    def read(self, machine: Topology) -> list[Job]:
+        """What can be believed of those that have changed, as running jobs without an id, the oldest process first.
+
+        What is left when ALL_S is over is for the next time.
+        """
+        found: dict[Process, Job] = {}
+        until = time.monotonic() + ALL_S
+        for uid in self.changed():
+            if time.monotonic() > until:
+                log.warning("the tables in %s take too long", LOCKS)
+                break
+            for job in self._of_user(uid, machine):
+                found[job.process] = job
+        return sorted(found.values(), key=lambda job: job.process.start)
+
+    def forget(self, uid: int) -> None:
+        """Read a user's table the next time, changed or not."""
+        self._seen.pop(uid, None)
+
+    def _of_user(self, uid: int, machine: Topology) -> list[Job]:
+        path = self._folder / f"{PREFIX}{uid}"
+        try:
+            folder = open_folder(str(path))
+        except OSError:
+            return []
+        try:
+            self._seen[uid] = os.fstat(folder).st_mtime_ns  # before it is read: what comes after is another time
+            entries = read_table(folder, uid)
+        finally:
+            os.close(folder)
+        jobs = []
+        until = time.monotonic() + USER_S
+        for entry in entries:
+            if time.monotonic() > until:
+                log.warning("the rest of the table in %s takes too long to read", path)
+                break
+            job = _believed(entry, uid, machine)
+            if job is not None:
+                jobs.append(job)
+        return jobs
 
 
 def _believed(entry: dict[str, Any], uid: int, machine: Topology) -> Job | None:
@@ -84,16 +112,18 @@ def _believed(entry: dict[str, Any], uid: int, machine: Topology) -> Job | None:
     if pidfd is None:
         return None
     try:
-        claimed = grant_from_json(entry.get("grant"))
+        listed = entry.get("grant")
+        ranks = listed.get("ranks", []) if isinstance(listed, dict) else []
+        claimed = grant_from_json({**listed, "ranks": []} if isinstance(listed, dict) else listed)
         if processes.identify(pidfd) != process:
             return None
         mask = processes.masks(pid).get(pid, frozenset())
+        grant = replace(_within(claimed, mask & machine.online, machine), ranks=_ranks(ranks, claimed.cpus & mask))
     except TorchtunedError:
         return None
     finally:
         os.close(pidfd)
     now = time.time_ns() // 1000
-    grant = _within(claimed, mask & machine.online, machine)
     return Job(
         id="",
         process=process,
@@ -106,16 +136,29 @@ def _believed(entry: dict[str, Any], uid: int, machine: Topology) -> Job | None:
     )
 
 
+def _ranks(listed: object, within: frozenset[int]) -> tuple[Rank, ...]:
+    """The CPUs of ranks, read one by one: in a stranger's table each may list 65,536. InvalidRequest."""
+    if not isinstance(listed, list):
+        raise InvalidRequest("ranks: not a list")
+    ranks: list[Rank] = []
+    for rank in listed[:MAX_RANKS]:
+        try:
+            cpus = parse_list(rank["cpus"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise InvalidRequest("ranks: not a CPU list") from None
+        if cpus and cpus <= within:
+            ranks.append(Rank(rank=len(ranks), cpus=cpus))
+    return tuple(ranks)
+
+
 def _within(claimed: Grant, mask: frozenset[int], machine: Topology) -> Grant:
-    """As much of a grant as the process can really use."""
+    """As much of a grant, but for its ranks, as the process can really use."""
     cpus = claimed.cpus & mask
-    ranks = [rank.cpus for rank in claimed.ranks if rank.cpus and rank.cpus <= cpus]
     return Grant(
         cpus=cpus or mask,
         memory_nodes=claimed.memory_nodes & {node.id for node in machine.nodes},
         gpus=tuple(gpu.address for gpu in machine.gpus if gpu.address in claimed.gpus),
         shared=claimed.shared,
         threads=max(1, min(claimed.threads, len(cpus))),
-        ranks=tuple(Rank(rank=i, cpus=share) for i, share in enumerate(ranks)),
         bound=claimed.bound and bool(cpus),
     )

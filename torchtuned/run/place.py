@@ -136,7 +136,7 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
     settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
         where = f"placed without torchtunedd on CPUs {grant['cpus']}"
-        where += "" if inside else ", apart from your own jobs only"
+        where += "" if inside else f", apart from {grant['apart']}"
         if not grant["apart"]:
             where = "not kept to any CPUs, because without /proc nothing tells which are free"
         say(f"{problem.what}; {where}")
@@ -155,6 +155,17 @@ def from_daemon(options: Options, request: dict[str, Any], mask: frozenset[int],
     `counted`: a launcher whose number of ranks is the machine's number of GPUs.
     """
     client = Client()
+    try:
+        return keep_asking(client, options, request, mask, counted)
+    except BaseException:
+        client.close()  # its descriptors may be what is missing for placing without it
+        raise
+
+
+def keep_asking(
+    client: Client, options: Options, request: dict[str, Any], mask: frozenset[int], counted: Launcher | None
+) -> Place:
+    """Ask anew where a daemon that went away comes back."""
     if counted is not None and counted.count in ("gpu", "gpus", "auto"):
         gpus = client.properties(ROOT, MANAGER).get("Gpus")
         gpus = min(gpus, 4096) if isinstance(gpus, int) else 0
@@ -237,7 +248,10 @@ def take_place(
 
 def register(client: Client, request: dict[str, Any]) -> tuple[str, object]:
     """The job's object path, and its grant as it came."""
-    pidfd = os.pidfd_open(os.getpid())
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:  # too many open files
+        raise errors.Failed(f"torchtunedd cannot be asked: {str(error.strerror).lower()}") from None
     try:
         answer = client.call(ROOT, MANAGER, "Register", "hs", pidfd, json.dumps(request, ensure_ascii=False))
     except errors.InvalidRequest:

@@ -2,15 +2,15 @@
 
 In a container, or where torchtunedd does not run, nobody sees all jobs. What can be kept apart are the jobs of one
 user: they are written to a table in a folder that only the user can write, under a lock, each as process id and start
-time, so that a job that has ended needs nobody to say so.
+time, so that a job that has ended needs nobody to say so. What a daemon has placed, before it ended or stopped to
+answer, it has written down for all to read, and that is kept clear of, too, whosever it is (jobtables.py).
 
 The table is `jobs.json` in /run/lock/torchtuned-UID, where a daemon that comes later finds it and adopts the jobs
 (selfplaced.py): a folder that every Debian system has with or without a daemon, and one that the daemon, which may
 not read what is private to a user, can read. So others can read it, too, and it holds no command. Where there is no
 such folder, or somebody else has taken that name in it, it is /run/user/UID/torchtuned, else /tmp/torchtuned-UID. A
 folder of the user that XDG_RUNTIME_DIR names goes before all of these, unless it is the usual one. There jobs are
-kept apart, and not adopted:
-{"schema": 1, "jobs": [{"pid", "start", "uid", "since", "request", "grant", "confinement"}, ...]}.
+kept apart, and not adopted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from torchtuned import cuda, discover
-from torchtuned.errors import Busy, Failed, HostError, TorchtunedError
+from torchtuned.errors import Busy, Failed, HostError, Missing, TorchtunedError
+from torchtuned.files import replace_file
 from torchtuned.host import Host, stat_fields
+from torchtuned.jobtables import LOCKS, MAX_BYTES, PLACED, PLACED_FOLDER, PREFIX, SCHEMA, TABLE, entries, read_table
 from torchtuned.placement import Grant, Request, Rules, grant_from_json, grant_to_json, place, request_from_json
 from torchtuned.topology import Topology
 
@@ -35,17 +37,14 @@ TYPE_CHECKING = False  # `typing` would be imported before every job that places
 if TYPE_CHECKING:
     from typing import Any
 
-SCHEMA = 1
 MAIN = "/etc/torchtuned/torchtuned.conf"
 FOLDERS = (
     *("/etc/torchtuned/conf.d", "/run/torchtuned/conf.d", "/usr/lib/torchtuned/conf.d"),
     *("/etc/torchtuned/profiles", "/usr/share/torchtuned/profiles"),
 )
-TABLE, LOCK = "jobs.json", "lock"
-LOCKS = "/run/lock"
+LOCK = "lock"
 LOCK_S = 5.0
 RETRY_S = 1.0
-MAX_TABLE = 4 << 20  # bytes
 
 
 def place_self(
@@ -60,7 +59,7 @@ def place_self(
 
     `wishes` is a request document; `ranks` tells from the number of GPUs how many ranks the command starts. Raises
     what place() raises; waits for a place when the request says so. Without /proc (a bare chroot) no job can be told
-    from another, so the job is neither kept to CPUs nor written down: "apart" says whether it was.
+    from another, so the job is neither kept to CPUs nor written down: "apart" says whose jobs it was kept apart from.
     """
     host = host or Host()
     warnings: list[str] = []
@@ -81,8 +80,8 @@ def place_self(
         notes: list[str] = []
         try:
             with _table(notes) if apart else nullcontext(_Table(-1)) as table:
-                jobs = table.live(host, pid)
-                grant = place(machine, _in_force(host, pid, machine, request, jobs), request, rules)
+                jobs, placed = table.live(host, pid), _placed(host, pid) if apart else []
+                grant = place(machine, _in_force(host, pid, machine, request, [*placed, *jobs]), request, rules)
                 bound = apart and grant.bound and request.confine != "none"
                 if apart and not dry:
                     table.write([*jobs, _entry(host, pid, wishes, grant, bound=bound)], notes)
@@ -101,7 +100,7 @@ def place_self(
         "job": f"self-{pid}",
         "state": "running",
         "confinement": "affinity" if bound else "none",
-        "apart": apart,
+        "apart": "" if not apart else "your own jobs and those of torchtunedd" if placed else "your own jobs only",
         "scope": "",
         "cpu_max": limits.cpu_max,
         "omp_max_gpu": rules.omp_max_gpu,
@@ -144,7 +143,9 @@ def settings(host: Host, warnings: list[str]) -> Settings:
 
         config = read_config(host, None)
     except TorchtunedError as error:
-        warnings.append(f"the configuration is not used: {str(error).splitlines()[0]}")
+        private = isinstance(error, HostError) and error.errno == errno.EACCES
+        way = f"; all must be able to read it: sudo chmod a+rX {error.where}" if private else ""
+        warnings.append(f"the configuration is not used: {str(error).splitlines()[0]}{way}")
         return found
     found.rules, found.watch = config.rules(), config.gpu.watch
     found.limits, found.env_profiles = dict(config.jobs.limits), config.env.profiles
@@ -152,11 +153,15 @@ def settings(host: Host, warnings: list[str]) -> Settings:
 
 
 def _speaks_of_jobs(host: Host) -> bool:
-    """Whether any file of the configuration has a key in a section that matters here."""
+    """Whether any file of the configuration has a key in a section that matters here. HostError for one that may."""
     paths = [f"{folder}/{name}" for folder in FOLDERS for name in host.list(folder) if name.endswith(".conf")]
     for path in [MAIN, *paths]:
         section = ""
-        for line in map(str.strip, host.text(path).splitlines()):
+        try:
+            text = host.read(path)
+        except Missing:
+            continue
+        for line in map(str.strip, text.splitlines()):
             if line.startswith("["):
                 section = line
             elif "=" in line and line[0] not in "#;" and (section in ("[jobs]", "[env]") or line.startswith("watch")):
@@ -179,7 +184,7 @@ def _machine(host: Host, watch: Collection[tuple[str, str]], wishes: Mapping[str
 def _in_force(
     host: Host, pid: int, machine: Topology, request: Request, jobs: Sequence[Mapping[str, Any]]
 ) -> list[Grant]:
-    """What this job must keep away from: the user's other jobs, and the GPUs on which somebody else computes.
+    """What this job must keep away from: the other jobs, and the GPUs on which somebody else computes.
 
     A job inside a job does not compete with it: it may use what its ancestors have. NVML is asked only for a job that
     takes GPUs by number.
@@ -208,6 +213,20 @@ def _reachable(host: Host, address: str) -> bool:
     return not minors or host.exists(f"/dev/nvidia{minors[0]}")
 
 
+def _placed(host: Host, pid: int) -> list[dict[str, Any]]:
+    """What a daemon has placed and said so, as far as it still runs. A job that has lost its first process is not
+    seen any more: only PID 1 and the daemon know of the rest.
+    """
+    try:
+        made = host.stat(PLACED_FOLDER)
+        text = host.read_bytes(f"{PLACED_FOLDER}/{PLACED}")
+    except HostError:
+        return []
+    if made.st_uid or made.st_mode & 0o022:
+        return []
+    return [job for job in entries(text) if _plausible(job) and job["pid"] != pid and _lives(host, job)]
+
+
 def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, *, bound: bool) -> dict[str, Any]:
     return {
         "pid": pid,
@@ -215,7 +234,7 @@ def _entry(host: Host, pid: int, wishes: Mapping[str, Any], grant: Grant, *, bou
         "uid": os.getuid(),
         "since": int(time.time() * 1e6),
         "request": {**wishes, "command": []},
-        "grant": grant_to_json(grant),
+        "grant": grant_to_json(replace(grant, warnings=(), reasons=())),
         "confinement": "affinity" if bound else "none",
     }
 
@@ -243,39 +262,18 @@ class _Table:
 
     def live(self, host: Host, pid: int) -> list[dict[str, Any]]:
         """The entries of processes that are still there, without any older one of `pid`."""
-        return [job for job in self._read() if job["pid"] != pid and _lives(host, job)]
-
-    def _read(self) -> list[dict[str, Any]]:
-        """What is not ours, not plain or not readable is as good as not there: it will be replaced."""
-        if self._folder < 0:
-            return []
-        try:
-            fd = os.open(TABLE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._folder)
-        except OSError:
-            return []
-        with os.fdopen(fd, encoding="utf-8") as file:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size > MAX_TABLE:
-                return []
-            try:
-                document = json.load(file)
-                return [job for job in document["jobs"] if document["schema"] == SCHEMA and _plausible(job)]
-            except (ValueError, TypeError, KeyError, RecursionError):
-                return []
+        jobs = read_table(self._folder, os.getuid()) if self._folder >= 0 else []
+        return [job for job in jobs if _plausible(job) and job["pid"] != pid and _lives(host, job)]
 
     def write(self, jobs: list[dict[str, Any]], warnings: list[str]) -> None:
         """Replace the table. A full disk costs a warning, not the job."""
         if self._folder < 0:
             return
-        temporary = f"{TABLE}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        text = json.dumps({"schema": SCHEMA, "jobs": jobs})
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=self._folder)
-            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._folder), "w", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), self._mode)
-                json.dump({"schema": SCHEMA, "jobs": jobs}, file)
-            os.replace(temporary, TABLE, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+            if len(text) > MAX_BYTES:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+            replace_file(TABLE, text, mode=self._mode, sync=False, folder=self._folder)
         except OSError as error:
             where = f"{folder_path()}/{TABLE}"
             warnings.append(f"{where} cannot be written ({error.strerror}), so your next jobs may get these CPUs too")
@@ -301,21 +299,31 @@ def _lives(host: Host, job: Mapping[str, Any]) -> bool:
 def _table(warnings: list[str]) -> Iterator[_Table]:
     """The locked table. Where there can be none, jobs are still placed, with a warning that they are not kept apart."""
     folder = lock = -1
+    umask = os.umask(0o022)  # one that takes all would lock this user out of what is made here for good
     try:
         try:
             folder = _open_folder()
             lock = _take_lock(folder)
+            os.close(os.dup(lock))  # the rest takes one more
         except (OSError, Failed) as error:
-            text = str(error) if isinstance(error, Failed) else f"{error.filename}: {error.strerror}"
+            text = str(error) if isinstance(error, Failed) else _why(error)
             warnings.append(f"your other jobs are not known ({text}), so their CPUs may be these")
-            if folder >= 0:
-                os.close(folder)
-            folder = -1
+            for fd in (lock, folder):
+                if fd >= 0:
+                    os.close(fd)
+            folder = lock = -1
         yield _Table(folder)
     finally:
+        os.umask(umask)
         for fd in (lock, folder):
             if fd >= 0:
                 os.close(fd)
+
+
+def _why(error: OSError) -> str:
+    where = folder_path() if error.filename in (None, LOCK) else error.filename
+    way = f" (chmod -R u+rwX {folder_path()})" if error.errno == errno.EACCES else ""
+    return f"{where}: {str(error.strerror).lower()}{way}"
 
 
 def folder_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
@@ -324,9 +332,9 @@ def folder_path(environ: Mapping[str, str] = os.environ, uid: int | None = None)
     named, usual = environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"
     if named.startswith("/") and named != usual and _is_own_folder(named, uid):
         return f"{named}/torchtuned"
-    if _is_free(LOCKS, f"torchtuned-{uid}", uid):
-        return f"{LOCKS}/torchtuned-{uid}"
-    return f"{usual}/torchtuned" if _is_own_folder(usual, uid) else f"/tmp/torchtuned-{uid}"
+    if _is_free(LOCKS, f"{PREFIX}{uid}", uid):
+        return f"{LOCKS}/{PREFIX}{uid}"
+    return f"{usual}/torchtuned" if _is_own_folder(usual, uid) else f"/tmp/{PREFIX}{uid}"
 
 
 def _is_free(folder: str, name: str, uid: int) -> bool:
@@ -370,7 +378,7 @@ def _open_folder() -> int:
         os.close(fd)
         what = f"owned by user {found.st_uid}" if found.st_uid != os.getuid() else "open to other users"
         raise Failed(what, where=path, hint=f"remove it, or chmod it to {mode:o}")
-    if found.st_mode & 0o777 != mode:  # the umask took something
+    if found.st_mode & 0o777 != mode:  # nobody else may pass through: then no daemon can read the table
         os.fchmod(fd, mode)
     return fd
 
