@@ -312,6 +312,14 @@ def test_a_tuner_that_has_set_its_values_and_ended_is_seen_too(root: Path, capsy
     assert (row["outcome"], row["reason"], row["source"]) == ("foreign", "left to TuneD", "tuned.service")
 
 
+def test_irqbalance_is_named_when_it_runs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = "irqbalance (irqbalance.service) runs: interrupts are left to it"
+    assert said not in run(capsys, "plan", "--sysroot", str(root))[1]
+    (root / "sys/fs/cgroup/system.slice/irqbalance.service").mkdir(parents=True)
+    for command in ("plan", "verify"):
+        assert said in run(capsys, command, "--sysroot", str(root))[1].splitlines()
+
+
 def test_why_names_a_tmpfiles_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = root / "sys/kernel/mm/transparent_hugepage"
     place.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ AMISS = ("drifted", "denied", "failed")  # outcomes that want a look; the others
 SERVICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice")  # cgroup v2, v1
 INVOCATIONS = "/run/systemd/units/invocation"  # a link for each unit that is not inactive
 COLUMNS = ("knob", "current", "wanted", "outcome", "reason", "source")
+IRQBALANCE = "irqbalance.service"  # owns no knob, so no row can name it
 
 
 # status
@@ -145,6 +146,8 @@ def _show(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[re
     if knobs:
         render.plan(knobs)
     say(f"profile {profile}; {tally(knobs)}")
+    if _runs(host_of(args), IRQBALANCE):
+        print(f"irqbalance ({IRQBALANCE}) runs: interrupts are left to it")
 
 
 def local_ledger(host: Host) -> Ledger:
