@@ -229,6 +229,20 @@ def test_jobs_that_placed_themselves_are_adopted(
     wait_until(lambda: all(job["Pid"] != alone.pid for job in jobs(bus)))
 
 
+@pytest.mark.skipif(not Path("/run/lock").is_dir(), reason="there is no /run/lock")
+def test_a_daemon_that_was_stopped_does_not_deal_what_others_have_taken(
+    bus: PrivateBus, start: Callable[..., Running], started: Daemon
+) -> None:
+    started.process.send_signal(signal.SIGSTOP)
+    alone = start("--cpus=1", *HOLD, user=USER)
+    line(alone)
+    started.process.send_signal(signal.SIGCONT)
+    other = start("--cpus=1", *HOLD)
+    line(other)
+    assert not mask(other) & mask(alone)
+    assert [job["State"] for job in jobs(bus) if job["Pid"] == alone.pid] == ["running"]
+
+
 @pytest.mark.parametrize("table", ["kept", "lost"])
 def test_a_job_that_waits_sits_out_a_restart(
     bus: PrivateBus, start: Callable[..., Running], started: Daemon, daemon: Callable[..., Daemon], table: str
