@@ -15,10 +15,10 @@ from torchtuned.checks.files import (
     unit_of,
     unit_runs,
     user_name,
-    yes,
 )
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.findings import Action, Severity
+from torchtuned.systemdconf import is_yes
 
 SLEEPERS = ("sleep.target", "suspend.target")
 GDM = ("gdm.service", "gdm3.service")
@@ -103,7 +103,7 @@ def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
     if not unit_runs(machine, "systemd-logind.service"):
         return
     value, where = setting(machine, "logind.conf", "RemoveIPC")
-    if value and not yes(value):
+    if value and not is_yes(value):
         return
     people: list[tuple[int | None, str, str]] = [(job.uid, str(job.pid), job.id) for job in machine.jobs]
     if machine.caller:
@@ -144,7 +144,7 @@ def _own_programs(machine: Machine) -> list[int]:
 def kill_processes(machine: Machine) -> Iterator[Seen | Unseen]:
     """logind's KillUserProcesses, which Debian leaves off: it ends whatever a user left running, tmux and all."""
     value, where = setting(machine, "logind.conf", "KillUserProcesses")
-    if yes(value):
+    if is_yes(value):
         yield Seen(
             evidence=f"{where}: KillUserProcesses={value}",
             fix="sudo mkdir -p /etc/systemd/logind.conf.d; printf '[Login]\\nKillUserProcesses=no\\n' | sudo tee"

@@ -9,6 +9,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 
+from torchtuned import systemdconf
 from torchtuned.checks.registry import Machine
 from torchtuned.errors import HostError, Missing
 
@@ -56,22 +57,12 @@ def environment(machine: Machine, process: str) -> dict[str, str]:
 
 def setting(machine: Machine, file: str, key: str) -> tuple[str, str]:
     """The value of a key in a file of systemd's ("logind.conf"), and the file that has it; "" for the default."""
-    drop_ins: dict[str, str] = {}
-    for folder in ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd"):
-        for name in machine.host.list(f"{folder}/{file}.d"):
-            if name.endswith(".conf"):
-                drop_ins[name] = f"{folder}/{file}.d/{name}"
-    main = [f"{folder}/{file}" for folder in ("/usr/lib/systemd", "/etc/systemd")]
-    value, source = "", ""
-    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
-        for found in re.findall(rf"^[ \t]*{key}[ \t]*=[ \t]*(.*)$", machine.text(path), re.MULTILINE):
-            value, source = found.strip(), path
-    return value, source
+    host = machine.host
 
+    def read(path: str) -> str | None:
+        return machine.text(path) if host.exists(path) else None
 
-def yes(text: str) -> bool:
-    """A truth value as systemd and apt write them."""
-    return text.strip().strip('"').lower() in ("1", "yes", "true", "on")
+    return systemdconf.settings(file, read=read, names=host.list).get(key, ("", ""))
 
 
 def unit_runs(machine: Machine, unit: str) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torchtuned.checks.files import apt, apt_value, unit_enabled, yes
+from torchtuned.checks.files import apt, apt_value, unit_enabled
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.checks.xid import kernel_lines
 from torchtuned.errors import Missing
 from torchtuned.findings import Action, Severity
+from torchtuned.systemdconf import is_yes
 
 TIMER = "apt-daily-upgrade.timer"
 SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
@@ -33,7 +34,7 @@ def _upgrades(machine: Machine) -> str:
 def reboots(machine: Machine) -> Iterator[Seen | Unseen]:
     """Unattended-Upgrade::Automatic-Reboot. Logged-in users do not stop it unless that is configured too."""
     text = _upgrades(machine)
-    if yes(apt_value(text, "Unattended-Upgrade::Automatic-Reboot")):
+    if is_yes(apt_value(text, "Unattended-Upgrade::Automatic-Reboot")):
         when = apt_value(text, "Unattended-Upgrade::Automatic-Reboot-Time") or "now"
         yield Seen(
             evidence=f"/etc/apt/apt.conf.d: Automatic-Reboot is on, time {when}; {TIMER} is enabled",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from torchtuned import systemdconf
 from torchtuned.cpuset import parse_list
 
 TYPE_CHECKING = False
@@ -28,7 +29,6 @@ _PREFETCH = ("prefetch-factor",)
 _PROGRAMS = ("python", "pypy", "torchrun", "accelerate", "deepspeed")
 _LOGIND_BUS = "org.freedesktop.login1"
 _LINGER = "/var/lib/systemd/linger"
-_LOGIND = ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd")
 
 
 def read(path: str) -> str:
@@ -205,12 +205,12 @@ def logout(uid: int, name: str, *, root: str = "") -> list[str]:
         return []
     settings = _logind(root)
     notes = []
-    if "/session-" in place and _yes(settings.get("KillUserProcesses", "no")):
+    if "/session-" in place and systemdconf.is_yes(settings.get("KillUserProcesses", "no")):
         notes.append(
             "the job ends when you log out (KillUserProcesses in logind.conf);"
             " start it as systemd-run --user --scope torchtuned-run ..., with loginctl enable-linger"
         )
-    if _yes(settings.get("RemoveIPC", "yes")) and not os.path.lexists(f"{root}{_LINGER}/{name}"):
+    if systemdconf.is_yes(settings.get("RemoveIPC", "yes")) and not os.path.lexists(f"{root}{_LINGER}/{name}"):
         notes.append(
             "when your last session ends, logind deletes the shared memory of the job's DataLoader workers (RemoveIPC);"
             " torchtuned-run --linger, or loginctl enable-linger, keeps it"
@@ -218,25 +218,12 @@ def logout(uid: int, name: str, *, root: str = "") -> list[str]:
     return notes
 
 
-def _yes(text: str) -> bool:
-    return text.strip().lower() in ("1", "yes", "y", "true", "t", "on")
-
-
 def _logind(root: str) -> dict[str, str]:
-    """logind.conf with its drop-ins, merged by file name as systemd does it."""
-    drop_ins: dict[str, str] = {}
-    for folder in _LOGIND:
-        for name in listing(f"{root}{folder}/logind.conf.d"):
-            if name.endswith(".conf"):
-                drop_ins[name] = f"{root}{folder}/logind.conf.d/{name}"
-    main = [path for folder in _LOGIND if os.path.exists(path := f"{root}{folder}/logind.conf")][-1:]
-    found: dict[str, str] = {}
-    for path in [*main, *(drop_ins[name] for name in sorted(drop_ins))]:
-        for line in read(path).splitlines():
-            key, equals, value = line.partition("=")
-            if equals and key.strip()[:1] not in ("#", ";"):
-                found[key.strip()] = value
-    return found
+    def text(path: str) -> str | None:
+        return read(f"{root}{path}") if os.path.exists(f"{root}{path}") else None
+
+    found = systemdconf.settings("logind.conf", read=text, names=lambda path: listing(f"{root}{path}"))
+    return {key: value for key, (value, _) in found.items() if value}
 
 
 def user_name(uid: int) -> str:
