@@ -26,7 +26,8 @@ from torchtuned.placement.documents import (
     request_to_json,
     topology_document,
 )
-from torchtuned.placement.grants import CONFINE, MEMORY, POLICIES, Request
+from torchtuned.placement.grants import Request
+from torchtuned.words import CONFINE, MEMORY, POLICIES
 
 SCHEMAS = Path(__file__).resolve().parents[1] / "share/torchtuned/schemas"
 

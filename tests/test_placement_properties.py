@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from torchtuned.errors import Busy, TorchtunedError, Unplaceable
 from torchtuned.placement import grant_from_json, grant_to_json, place
-from torchtuned.placement.grants import POLICIES, Grant, Request, Rules
+from torchtuned.placement.grants import Grant, Request, Rules
 from torchtuned.topology import Core, Gpu, Node, Topology
+from torchtuned.words import POLICIES
 
 KEEP = settings(derandomize=True, deadline=None, max_examples=200)
 Story = tuple[Topology, list[tuple[Request, list[Grant], Grant]]]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torchtuned import cpuset
 from torchtuned.policy import Kind, parse_value
 from torchtuned.wording import nearest
+from torchtuned.words import CONFINE, ENV_PROFILES, LIMIT_WORDS
 
 Check = Callable[[str], str]
 """Takes the text of a value, returns it in its plain form; ValueError says what is wrong."""
@@ -20,7 +21,6 @@ SCHEDULERS = ("none", "mq-deadline", "kyber", "bfq")
 HUGEPAGE_MODES = ("always", "madvise", "never")
 DEFRAG_MODES = ("always", "defer", "defer+madvise", "madvise", "never")
 INHIBITABLE = ("sleep", "idle", "shutdown", "handle-lid-switch")
-ENV_PROFILES = ("cpu", "memory", "compile", "debug")
 YES, NO = ("yes", "on", "true", "1"), ("no", "off", "false", "0")
 
 EXCLUSIVE = (
@@ -150,7 +150,7 @@ def cpu_list(text: str) -> str:
 
 
 def limit(text: str) -> str:
-    return text if text in ("keep", "hard", "infinity") else number(0, 2**63 - 1)(text)
+    return text if text in LIMIT_WORDS else number(0, 2**63 - 1)(text)
 
 
 def oom_score_adj(text: str) -> str:
@@ -218,7 +218,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "power_profile": Key(one_of("performance", "keep"), "performance"),
     },
     "jobs": {
-        "confine": Key(one_of("auto", "cpuset", "affinity", "none"), "auto"),
+        "confine": Key(one_of("auto", *CONFINE), "auto"),
         "slots": Key(number(0, cpuset.LIMIT), "0"),
         "reserved": Key(cpu_list),
         "when_full": Key(one_of("share", "wait", "refuse"), "share"),

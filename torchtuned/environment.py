@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from torchtuned.run.launchers import Launcher
 
-PROFILES = ("cpu", "memory", "compile", "debug")
 RANKS = "TORCHTUNED_RANKS"
 RANKSHIM = "TORCHTUNED_RANKSHIM"
 OWN_PYTHON_EXEC = "TORCHTUNED_PYTHON_EXEC"

@@ -12,13 +12,15 @@ from torchtuned import discover
 from torchtuned.cli import render
 from torchtuned.cli.command import FINE, print_json
 from torchtuned.configfiles import read_config
+from torchtuned.cpulimits import limits
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.errors import InvalidRequest, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.placement import place as place_job
 from torchtuned.placement.documents import answer, grants_in_force, topology_document
-from torchtuned.placement.grants import POLICIES, Grant, Request
+from torchtuned.placement.grants import Grant, Request
 from torchtuned.topology import Gpu, Topology
+from torchtuned.words import POLICIES
 
 
 def sysroot_option(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +112,7 @@ def place(args: argparse.Namespace) -> int:
     found = _discover(host)
     limit = _number("--cpu-max", args.cpu_max, least=1)
     if limit is None:
-        limit = discover.limits(host, os.getpid()).cpu_max
+        limit = limits(host, os.getpid()).cpu_max
     request = Request(
         gpus=_gpus(args.gpus, found),
         ranks=_number("--ranks", args.ranks, least=1),

@@ -14,10 +14,11 @@ from torchtuned.placement.cpushares import cpu_shares
 from torchtuned.placement.dealing import cpus_of, deal_or_share
 from torchtuned.placement.documents import grant_from_json, grant_to_json, request_from_json, request_to_json
 from torchtuned.placement.gpushares import Share, gpu_shares
-from torchtuned.placement.grants import MEMORY, POLICIES, Grant, Rank, Request, Rules
+from torchtuned.placement.grants import Grant, Rank, Request, Rules
 from torchtuned.placement.space import Space, cpus_wish, space_for
 from torchtuned.placement.wanted import Wanted, wanted_gpus
 from torchtuned.topology import Gpu, Topology
+from torchtuned.words import MAX_RANKS, MEMORY, POLICIES
 
 __all__ = [
     "Grant",
@@ -65,8 +66,8 @@ def _check(request: Request) -> None:
     for value, known, where in ((request.policy, POLICIES, "--policy"), (request.memory, MEMORY, "--memory")):
         if value not in known:
             raise InvalidRequest("not known", where=f"{where} {value}", hint=f"one of {', '.join(known)}")
-    if request.ranks is not None and not 1 <= request.ranks <= 4096:
-        raise InvalidRequest("not a number of ranks", where=f"--ranks {request.ranks}", hint="from 1 to 4096")
+    if request.ranks is not None and not 1 <= request.ranks <= MAX_RANKS:
+        raise InvalidRequest("not a number of ranks", where=f"--ranks {request.ranks}", hint=f"from 1 to {MAX_RANKS}")
     if request.cpu_max is not None and request.cpu_max < 1:
         raise InvalidRequest("not a number of CPUs", where=f"--cpu-max {request.cpu_max}", hint="at least 1")
     cpus_wish(request.cpus)

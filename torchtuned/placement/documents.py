@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.errors import InvalidRequest
-from torchtuned.placement.grants import CONFINE, MEMORY, POLICIES, Grant, Rank, Request
+from torchtuned.placement.grants import Grant, Rank, Request
 from torchtuned.topology import Gpu, Topology
+from torchtuned.words import CONFINE, MAX_RANKS, MEMORY, POLICIES
 
 TYPE_CHECKING = False  # `typing` would be imported before every job that places itself
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ def request_from_json(document: object) -> Request:
     if wait is not None and (isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9):
         raise _bad("request.wait", wait, "seconds, 0 for ever, or null")
     ranks = _optional(fields, "ranks", "request", int)
-    if ranks is not None and not 1 <= ranks <= 4096:
-        raise _bad("request.ranks", ranks, "from 1 to 4096, or null")
+    if ranks is not None and not 1 <= ranks <= MAX_RANKS:
+        raise _bad("request.ranks", ranks, f"from 1 to {MAX_RANKS}, or null")
     return Request(
         gpus=_gpus(fields.get("gpus")),
         cuda_visible_devices=_optional(fields, "cuda_visible_devices", "request", str),
@@ -202,9 +203,9 @@ def _is_control(sign: str) -> bool:
 def _gpus(value: object) -> tuple[str, ...] | int | None:
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 4096:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_RANKS:
         return value
-    if isinstance(value, list) and len(value) <= 4096:
+    if isinstance(value, list) and len(value) <= MAX_RANKS:
         return _words(value, "request.gpus")
     raise _bad("request.gpus", value, "a number, a list of PCI addresses or UUIDs, or null")
 

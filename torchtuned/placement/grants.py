@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet
 
-POLICIES = ("exclusive", "node", "socket", "core-complex")
-MEMORY = ("local", "preferred", "bind", "interleave")
-CONFINE = ("cpuset", "affinity", "none")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:

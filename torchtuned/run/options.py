@@ -6,17 +6,14 @@ command too.
 
 from __future__ import annotations
 
-from torchtuned.environment import PROFILES
 from torchtuned.errors import InvalidRequest
+from torchtuned.words import CONFINE, ENV_PROFILES, MAX_RANKS, MEMORY, POLICIES
 
 TYPE_CHECKING = False  # `typing` and `collections.abc` would be imported before every job
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-POLICIES = ("exclusive", "node", "socket", "core-complex")
-MEMORY = ("local", "preferred", "bind", "interleave")
-CONFINE = ("cpuset", "affinity", "none")
-MAX_COUNT = 65535
+MAX_CORES = 65535
 
 # name, what its value looks like ("" for none, "[=X]" for an optional one), the choices, one line of help
 TABLE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
@@ -30,7 +27,7 @@ TABLE: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("wait", "[=SECONDS]", (), "wait for a free place (without a number: for ever)"),
     ("require", "", (), "fail when torchtunedd cannot be asked"),
     ("linger", "", (), "have logind keep the job when you log out"),
-    ("env-profile", "NAME,...", PROFILES, "more variables: cpu, memory, compile, debug"),
+    ("env-profile", "NAME,...", ENV_PROFILES, "more variables: cpu, memory, compile, debug"),
     ("gpu-ids", "uuid|index", ("uuid", "index"), "how CUDA_VISIBLE_DEVICES names the GPUs taken"),
     ("explain", "", (), "say what the command would get and why; run nothing"),
     ("json", "", (), "with --explain: as JSON"),
@@ -119,7 +116,7 @@ def parse(words: Sequence[str]) -> Options:
 
 def _value(name: str, value: str, form: str, choices: tuple[str, ...]) -> object:
     if name == "ranks":
-        return _count(name, value, least=1)
+        return _count(name, value, 1, MAX_RANKS)
     if name == "gpus":
         return _gpus(value)
     if name == "cpus":
@@ -131,17 +128,17 @@ def _value(name: str, value: str, form: str, choices: tuple[str, ...]) -> object
     return tuple(parts) if name == "env-profile" else value
 
 
-def _count(name: str, value: str, *, least: int) -> int:
-    if value.isascii() and value.isdigit() and len(value) < 6 and least <= int(value) <= MAX_COUNT:
+def _count(name: str, value: str, least: int, most: int) -> int:
+    if value.isascii() and value.isdigit() and len(value) < 6 and least <= int(value) <= most:
         return int(value)
-    raise InvalidRequest(f"--{name}: not a number from {least} to {MAX_COUNT}: {value[:60]!r}")
+    raise InvalidRequest(f"--{name}: not a number from {least} to {most}: {value[:60]!r}")
 
 
 def _gpus(value: str) -> list[str] | int:
     if value == "none":
         return []
     if value.isascii() and value.isdigit():
-        return _count("gpus", value, least=0) or []
+        return _count("gpus", value, 0, MAX_RANKS) or []
     names = value.split(",")
     for name in names:
         if not name or len(name) > 100 or not name.isascii() or not (":" in name or name.startswith(("GPU-", "MIG-"))):
@@ -156,7 +153,7 @@ def _cpus(value: str) -> str:
     number = value.removesuffix("%")
     if value in ("node", "all"):
         return value
-    _count("cpus", number, least=1)
+    _count("cpus", number, 1, MAX_CORES)
     if value.endswith("%") and int(number) > 100:
         raise InvalidRequest("--cpus: more than 100%")
     return value

@@ -16,6 +16,7 @@ from torchtuned import errors
 from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.run.trust import trusted
+from torchtuned.words import MAX_RANKS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def keep_asking(
     """Ask anew where a daemon that went away comes back."""
     if counted is not None and counted.count in ("gpu", "gpus", "auto"):
         gpus = client.properties(ROOT, MANAGER).get("Gpus")
-        gpus = min(gpus, 4096) if isinstance(gpus, int) else 0
+        gpus = min(gpus, MAX_RANKS) if isinstance(gpus, int) else 0
         request = {**request, "ranks": counted.with_gpus(gpus)}
         settle_count(counted, gpus)
     deadline = time.monotonic() + options.wait if options.wait else None

@@ -8,15 +8,11 @@ badly: nothing here ends up as a file name, a command, or a variable's free text
 from __future__ import annotations
 
 from torchtuned.cpuset import LIMIT, CpuSet, format_list, parse_list
-from torchtuned.environment import PROFILES
 from torchtuned.errors import Failed
+from torchtuned.words import CONFINE, ENV_PROFILES, LIMIT_WORDS, LIMITS, MAX_RANKS
 
 SCHEMA = 1
 STATES = ("queued", "granted", "running")
-CONFINEMENTS = ("cpuset", "affinity", "none")
-LIMITS = ("nofile", "memlock", "core", "oom_score_adj")
-LIMIT_WORDS = ("keep", "hard", "infinity")
-MAX_RANKS = 4096
 MAX_TEXTS = 64
 MAX_TEXT = 500
 _HEX = frozenset("0123456789abcdef")
@@ -47,7 +43,7 @@ def trusted(document: object, mask: CpuSet) -> dict[str, object]:
         "shared": _flag("shared", get("shared")),
         "threads": _number("threads", get("threads"), 0 if state == "queued" else 1),
         "cpu_max": None if get("cpu_max") is None else _number("cpu_max", get("cpu_max"), 1),
-        "confinement": _one_of("confinement", get("confinement"), CONFINEMENTS),
+        "confinement": _one_of("confinement", get("confinement"), CONFINE),
         "scope": _scope(get("scope", "")),
         "ranks": [_rank(item, cpus) for item in _items("ranks", get("ranks"), MAX_RANKS)],
         "warnings": _texts("warnings", get("warnings")),
@@ -59,7 +55,7 @@ def trusted(document: object, mask: CpuSet) -> dict[str, object]:
         "gpu_uuids": _uuids(get("gpu_uuids")),
         "limits": _limits(get("limits", {})),
         "env_profiles": [
-            _one_of("env_profiles", item, PROFILES) for item in _items("env_profiles", get("env_profiles", []), 8)
+            _one_of("env_profiles", item, ENV_PROFILES) for item in _items("env_profiles", get("env_profiles", []), 8)
         ],
     }
 
