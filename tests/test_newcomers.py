@@ -104,6 +104,28 @@ def test_on_battery_the_cpus_are_left_alone_and_set_when_the_mains_are_back(lapt
     laptop.play(story)
 
 
+def test_what_comes_while_the_machine_is_looked_at_is_taken_in_one_piece(laptop: Scene) -> None:
+    """A storm of a batch each second, where a driver takes three to answer, is over when it is over."""
+
+    async def story() -> None:
+        go = asyncio.Event()
+
+        async def slow(*, cpus_moved: bool) -> None:
+            laptop.surveys.append(cpus_moved)
+            await go.wait()
+
+        laptop.newcomers = Newcomers(Host(laptop.root), laptop.gpus, laptop.policy, slow)
+        storm = [("pci", A, "remove"), ("cpu", "cpu1", "online"), *[("pci", A, "add"), ("pci", A, "remove")] * 20]
+        tasks = [asyncio.create_task(laptop.newcomers.changed(batch(*words))) for words in storm]
+        while not laptop.surveys:
+            await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(*tasks)
+        assert laptop.surveys == [False, True]  # of the first one, and of all the others
+
+    laptop.play(story)
+
+
 def test_what_was_undone_on_purpose_stays_so_when_the_mains_come(laptop: Scene) -> None:
     async def story() -> None:
         await laptop.mains(online=False)

@@ -19,7 +19,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyudev  # type: ignore[import-untyped]
@@ -32,13 +32,14 @@ log = logging.getLogger("torchtuned.hotplug")
 QUIET_S = 0.15
 LIMIT_S = 1.0
 AT_ONCE = 200  # events taken per turn of the loop, so that a storm does not keep others from it
+KEPT = 8  # actions of a device that flaps: the end of the story is enough
 BUFFER = 16 << 20  # bytes of the socket; the default holds a few hundred events
 SUBSYSTEMS = ("pci", "drm", "cpu", "power_supply")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What happened to one device, in order, repeats left out ("remove", "add", "bind").
+    """What happened to one device, in order ("remove", "add", "bind").
 
     `name` is the kernel's: a PCI address, "card0", "cpu3", "AC".
     """
@@ -68,6 +69,15 @@ class Batch:
     def of(self, subsystem: str) -> tuple[Change, ...]:
         """The changes of "pci", "drm", "cpu" or "power_supply"."""
         return tuple(change for change in self.changes if change.subsystem == subsystem)
+
+    def and_then(self, later: Batch) -> Batch:
+        """Both as one."""
+        joined = {(change.subsystem, change.name): change for change in self.changes}
+        for change in later.changes:
+            earlier = joined.pop((change.subsystem, change.name), None)
+            actions = (*earlier.actions, *change.actions)[-KEPT:] if earlier else change.actions
+            joined[change.subsystem, change.name] = replace(change, actions=actions)
+        return Batch(changes=tuple(joined.values()), rescan=self.rescan or later.rescan)
 
 
 class Hotplug:
@@ -143,7 +153,7 @@ class Hotplug:
         actions = self._actions.setdefault((subsystem, name), [])
         if not actions or actions[-1] != action:
             actions.append(action)
-            del actions[:-8]  # a device that flaps: the end of the story is enough
+            del actions[:-KEPT]
         self._schedule()
 
     def _wanted(self, properties: Any) -> bool:

@@ -41,23 +41,33 @@ class Newcomers:
     def __init__(self, host: Host, gpus: Gpus, policy: HostPolicy, survey: Survey) -> None:
         self._host, self._gpus, self._policy, self._survey = host, gpus, policy, survey
         self._on_battery = on_battery(host)
+        self._busy = asyncio.Lock()
+        self._next = Batch(changes=())
 
     async def changed(self, batch: Batch) -> None:
-        """Devices came or went."""
-        if batch.rescan or batch.of("power_supply"):
-            await self._power()
-        if batch.rescan:
-            self._gpus.forget()
-            await self._renew(("cpu", "gpu"))
-        elif any(change.subsystem != "power_supply" for change in batch.changes):
-            await self._forget([change.name for change in batch.of("pci") if change.renewed or change.gone])
-            await self._renew(_knobs(batch))
+        """Devices came or went. Looking at the machine may take longer than the next batch does to come, so what comes
+        meanwhile is taken in one piece: else a storm would be followed for long after its end.
+        """
+        self._next = self._next.and_then(batch)
+        async with self._busy:
+            batch, self._next = self._next, Batch(changes=())
+            if batch.rescan or batch.of("power_supply"):
+                await self._power()
+            if batch.rescan:
+                self._gpus.forget()
+                rows = await self._renew(("cpu", "gpu"))
+            elif any(change.subsystem != "power_supply" for change in batch.changes):
+                await self._forget([change.name for change in batch.of("pci") if change.renewed or change.gone])
+                rows = await self._renew(_knobs(batch))
+            else:
+                return
+        await self._wait_for_drivers(rows)
 
     async def woke(self) -> None:
         """The machine comes back from sleep; the kernel or the firmware may have reset anything."""
         log.info("the machine is back from sleep: what it has lost of the policy is set again")
         await self._power()
-        await self._renew(ALL)
+        await self._wait_for_drivers(await self._renew(ALL))
 
     async def tuner_moved(self, unit: str) -> None:
         """Another tuner was started or stopped: what it sets is left to it, or the policy's again."""
@@ -80,17 +90,21 @@ class Newcomers:
             except HostError as e:
                 log.warning("%s", e)
 
-    async def _renew(self, knobs: Sequence[str]) -> None:
-        """Let these knobs have the policy, where the kernel may have reset them, and look at the machine."""
+    async def _renew(self, knobs: Sequence[str]) -> list[Row] | None:
+        """Let these knobs have the policy, where the kernel may have reset them, and look at the machine. Returns the
+        rows when some are of GPUs.
+        """
         rows = await self._policy.apply(only=knobs, reassert=True) if knobs else []
         await self._survey(cpus_moved="cpu" in knobs)
-        if any(knob.startswith("gpu") for knob in knobs):
-            await self._wait_for_drivers(frozenset(row.knob.split("/")[1] for row in rows if _came_to_nothing(row)))
+        return rows if any(knob.startswith("gpu") for knob in knobs) else None
 
-    async def _wait_for_drivers(self, unset: frozenset[str]) -> None:
+    async def _wait_for_drivers(self, rows: Sequence[Row] | None) -> None:
         """Ask again until every GPU with the nvidia driver is known. Those that were not, and those of which knobs
-        could not be set before, get the policy then.
+        could not be set before, get the policy then. None: no GPU came.
         """
+        if rows is None:
+            return
+        unset = frozenset(row.knob.split("/")[1] for row in rows if _came_to_nothing(row))
         loop = asyncio.get_running_loop()
         until = loop.time() + BIND_S
         silent = await asyncio.to_thread(self._silent)
