@@ -16,7 +16,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "torchtuned"
 LAYERS: dict[str, tuple[str, ...]] = {
     "pure": (
         *("errors", "cpuset", "topology", "policy", "config", "config_keys", "environment", "findings", "cuda"),
-        *("wording", "words", "words", "systemdconf", "placement.", "run.launchers", "effects", "cli.machine_map", "reports.usage", "reports.ending"),
+        *(
+            "wording",
+            "words",
+            "systemdconf",
+            "placement.",
+            "run.launchers",
+            "effects",
+            "cli.machine_map",
+            "reports.usage",
+            "reports.ending",
+        ),
     ),
     "doors": (
         *(
