@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.tree import CPU, NODE, PCI, machine, machine_a, machine_of, make_tree, mask, on_nodes, pairs, pci_device
 
-from torchtuned import config, discover
+from torchtuned import config, cpulimits, discover
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.host import Host
 from torchtuned.placement import Request, place
@@ -369,8 +369,8 @@ def test_folders_instead_of_links(tmp_path: Path) -> None:
 # What a process may use
 
 
-def limits(folder: Path, files: Files, pid: int = 42) -> discover.Limits:
-    return discover.limits(Host(make_tree(folder, files)), pid)
+def limits(folder: Path, files: Files, pid: int = 42) -> cpulimits.Limits:
+    return cpulimits.limits(Host(make_tree(folder, files)), pid)
 
 
 STATUS = "Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_list:\t0-5,8\nMems_allowed_list:\t1\n"
@@ -508,8 +508,8 @@ def test_a_folder_s_cpuset_stands_for_any_process(tmp_path: Path) -> None:
     files = {**machine_a(), "proc/self/cgroup": "0::/step\n", "proc/mounts": V2}
     files |= {"sys/fs/cgroup/step/cpuset.cpus.effective": "0-5\n", "sys/fs/cgroup/step/cpu.max": "300000 100000\n"}
     host = Host(make_tree(tmp_path, files))
-    assert format_list(discover.limits(host, os.getpid()).affinity) == "0-5"
-    assert discover.limits(host, os.getpid()).cpu_max == 3
+    assert format_list(cpulimits.limits(host, os.getpid()).affinity) == "0-5"
+    assert cpulimits.limits(host, os.getpid()).cpu_max == 3
     assert format_list(discover.topology(host, caller=os.getpid()).allowed) == "0-5"
 
 
@@ -520,7 +520,7 @@ def test_this_machine() -> None:
     assert found.allowed <= found.online
     assert frozenset().union(*(core.cpus for core in found.cores)) == found.online
     assert discover.topology(host).allowed == found.online
-    assert discover.limits(host, os.getpid()).affinity == os.sched_getaffinity(0)
+    assert cpulimits.limits(host, os.getpid()).affinity == os.sched_getaffinity(0)
 
 
 def test_without_sysfs_a_process_knows_its_own_cpus(tmp_path: Path) -> None:

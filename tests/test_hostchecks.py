@@ -17,7 +17,7 @@ from torchtuned.hostchecks import HIDDEN, HostChecks
 def looked(host: Host) -> tuple[list[Finding], list[Unchecked]]:
     async def ask() -> tuple[list[Finding], list[Unchecked]]:
         checks = HostChecks(host, Gpus(host), jobs=list, ours=frozenset)
-        return await checks.findings(), await checks.unchecked()
+        return await checks.look()
 
     return asyncio.run(ask())
 

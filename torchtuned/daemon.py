@@ -224,7 +224,8 @@ class Daemon:
         return discover.topology(self.host, gpus=facts, watch=self.policy.config.gpu.watch)
 
     async def _findings(self) -> list[Finding]:
-        return await self.api.host_checks.findings()
+        found, _ = await self.api.host_checks.look()
+        return found
 
     async def _tuners(self) -> frozenset[str]:
         """The units of other tuners that run, also of those that were started by hand."""

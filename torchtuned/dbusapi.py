@@ -211,9 +211,8 @@ class Api:
                 found.append(_not_in_force(row))
         caller = await uid(self._bus, call.sender)
         mine = {job.id for job in self._manager.jobs if caller in (0, job.process.uid)}
-        seen = await self.host_checks.findings()
+        seen, unseen = await self.host_checks.look()
         found += [finding for finding in seen if not finding.job or finding.job in mine]
-        unseen = await self.host_checks.unchecked()
         documents = [*(finding.document() for finding in found), *(item.row() for item in unseen)]
         return [[{key: Variant("s", value) for key, value in document.items()} for document in documents]]
 

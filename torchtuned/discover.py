@@ -14,14 +14,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
-from torchtuned.cpulimits import Limits, cpuset_of_folder, limits
+from torchtuned.cpulimits import cpuset_of_folder, limits
 from torchtuned.cpuset import CpuSet, parse_list, parse_mask
 from torchtuned.errors import HostError
 from torchtuned.host import Host
 from torchtuned.pci import find_gpus
 from torchtuned.topology import Core, GpuFacts, Node, Topology
-
-__all__ = ["Limits", "limits", "topology"]
 
 CPUS = "/sys/devices/system/cpu"
 NODES = "/sys/devices/system/node"

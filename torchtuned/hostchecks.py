@@ -67,15 +67,8 @@ class HostChecks:
         self._look: asyncio.Future[tuple[list[Finding], list[Unchecked]]] | None = None
         self._ended = 0.0
 
-    async def findings(self) -> list[Finding]:
-        """What is wrong with the host and its running jobs, as far as the daemon can see."""
-        return (await self._shared())[0]
-
-    async def unchecked(self) -> list[Unchecked]:
-        """Where it could not look, in the same look."""
-        return (await self._shared())[1]
-
-    async def _shared(self) -> tuple[list[Finding], list[Unchecked]]:
+    async def look(self) -> tuple[list[Finding], list[Unchecked]]:
+        """What is wrong with the host and its running jobs, as far as the daemon can see, and where it could not look."""
         look = self._look
         if look is None or (look.done() and (look.cancelled() or look.exception() or self._stale())):
             self._look = look = asyncio.ensure_future(self._ask())

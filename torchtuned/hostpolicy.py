@@ -27,7 +27,7 @@ STOP_S = 20.0  # for giving back all at the end; PID 1 kills a daemon that takes
 
 
 class HostPolicy:
-    """The policy in force. `changed` is called after each change of what the properties below say.
+    """The policy in force.
 
     `read` reads the configuration for a profile (None: the one kept in the file `choice`, "": the one that the files
     name, which also counts where none is kept); `tuners` asks which other tuners run.
@@ -40,11 +40,10 @@ class HostPolicy:
         read: Callable[[str | None], Config],
         choice: Path,
         tuners: Callable[[], Awaitable[frozenset[str]]],
-        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = builtin()
         self.last_applied = 0  # microseconds after 1970, 0 for never
-        self.changed = changed
+        self.changed: Callable[[], None] = lambda: None  # after each change of what the properties below say
         self.reconfigured: Callable[[], None] = lambda: None  # after another configuration came into force
         self.touched: Callable[[Sequence[Row]], None] = lambda rows: None  # with what apply or undo made of the knobs
         self.beside: Callable[[Config], list[Row]] = lambda config: []  # rows of what others than the engine see to
@@ -134,13 +133,13 @@ class HostPolicy:
             self.touched(rows)
             return rows
 
-    async def reload(self) -> list[Row]:
+    async def reload(self) -> None:
         """Read the configuration again and apply it. InvalidConfig, with the old one in force, when it is bad."""
         async with self._lock:
             await self._take()
-            return await self._apply()
+            await self._apply()
 
-    async def set_profile(self, profile: str) -> list[Row]:
+    async def set_profile(self, profile: str) -> None:
         """Choose a profile and apply it; "" leaves the choice to the files again. Kept over reboots. InvalidConfig."""
         async with self._lock:
             await self._load(profile)
@@ -149,7 +148,7 @@ class HostPolicy:
             except OSError as e:
                 raise Failed(f"the choice cannot be kept: {e.strerror}", where=str(self._choice)) from e
             await self._take()
-            return await self._apply()
+            await self._apply()
 
     def jobs(self, *, active: bool) -> None:
         """Tell whether a job runs; knobs meant for jobs follow."""

@@ -18,7 +18,6 @@ from torchtuned.errors import Unreadable
 from torchtuned.host import Host
 
 FILE = "/var/log/journal.json"
-OUT_OF_MEMORY = "fe6faa94e7774663a0da52717891d8ef"  # PID 1: the kernel killed a process of UNIT
 OOMD_KILL = "d989611b15e44c9dbf31e3c81256e4ed"  # PID 1: systemd-oomd killed processes of UNIT
 RESOURCES = "ae8f7b866b0347b9af31fe1c80b127c0"  # PID 1, when UNIT has ended: CPU_USAGE_NSEC, MEMORY_PEAK
 OOMD = "systemd-oomd.service"
@@ -47,7 +46,7 @@ def _of_machine(since: int) -> Iterable[Mapping[str, Any]]:
     try:
         with journal.Reader() as reader:
             reader.add_match(_PID="1")
-            for kind in (OUT_OF_MEMORY, OOMD_KILL, RESOURCES):
+            for kind in (OOMD_KILL, RESOURCES):
                 reader.add_match(MESSAGE_ID=kind)
             reader.add_disjunction()
             reader.add_match(_SYSTEMD_UNIT=OOMD)

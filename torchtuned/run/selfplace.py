@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from torchtuned import cuda, discover
+from torchtuned import cpulimits, cuda, discover
 from torchtuned.errors import Busy, Failed, HostError, Missing, TorchtunedError
 from torchtuned.files import replace_file
 from torchtuned.host import Host, stat_fields
@@ -65,7 +65,7 @@ def place_self(
     warnings: list[str] = []
     said = settings(host, warnings)
     rules = said.rules
-    limits = discover.limits(host, pid)
+    limits = cpulimits.limits(host, pid)
     machine = _machine(host, said.watch, wishes, pid)
     request = replace(request_from_json(dict(wishes)), affinity=limits.affinity or None, cpu_max=limits.cpu_max)
     gpus_here = len(cuda.counted(machine.gpus))
