@@ -111,15 +111,12 @@ def test_after_a_reboot_what_the_machine_has_is_original(desk: Desk) -> None:
 def test_for_jobs_means_while_they_run(desk: Desk) -> None:
     knob = "/proc/sys/kernel/numa_balancing"
     assert desk.apply(TEXT, jobs=False)["sysctl/kernel.numa_balancing"].reason == "0 while a job runs"
-    for end in ("apply", "release", "killed"):
+    for end in ("apply", "killed"):
         desk.apply(TEXT, jobs=True)
         assert desk.kernel.files[knob] == "0"
-        if end == "release":
-            assert [row.knob for row in desk.engine.release_jobs()] == ["sysctl/kernel.numa_balancing"]
-        else:
-            if end == "killed":
-                desk.restart()
-            desk.apply(TEXT, jobs=False)
+        if end == "killed":
+            desk.restart()
+        desk.apply(TEXT, jobs=False)
         assert desk.kernel.files[knob] == "1"
         assert desk.kernel.files["/proc/sys/vm/swappiness"] == "10"
 
@@ -127,7 +124,7 @@ def test_for_jobs_means_while_they_run(desk: Desk) -> None:
 def test_for_jobs_may_become_for_always(desk: Desk) -> None:
     desk.apply("[sysctl]\nvm.swappiness = 10 @jobs\n")
     desk.apply("[sysctl]\nvm.swappiness = 10\n")
-    desk.engine.release_jobs()
+    desk.apply("[sysctl]\nvm.swappiness = 10\n", jobs=False)
     assert desk.kernel.files["/proc/sys/vm/swappiness"] == "10"
 
 

@@ -90,7 +90,6 @@ OPERATIONS = st.one_of(
         st.sampled_from([(), (), ("tuned",), ("auto-cpufreq",)]),
         FAULTS,
     ),
-    st.tuples(st.just("release"), FAULTS),
     st.tuples(st.just("verify"), st.sampled_from(TEXTS)),
     st.tuples(st.just("tuner"), st.sampled_from(TEXTS), st.sampled_from(["tuned", "auto-cpufreq"]), FAULTS),
     st.tuples(st.just("visit"), st.sampled_from(TEXTS), st.sampled_from(["stays", "undo", "restart"]), FAULTS),
@@ -121,8 +120,6 @@ class History:
                 self.do(lambda: self.desk.apply(text, only=[knob]), fault)
             case ("undo", knobs, tuners, fault):
                 self.do(lambda: by_knob(self.desk.engine.undo(knobs, tuners=tuners)), fault)
-            case ("release", fault):
-                self.do(lambda: {row.knob: row for row in self.desk.engine.release_jobs()}, fault)
             case ("tuner", text, tuner, fault):
                 self.do(lambda: self.desk.apply(text, tuners=[tuner]), fault)
             case ("visit", text, meanwhile, fault):

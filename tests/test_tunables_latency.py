@@ -77,7 +77,7 @@ def test_held_while_jobs_run_and_let_go_after(tmp_path: Path, told: Told) -> Non
     assert made.ledger() == []  # the kernel itself gives it back when its holder dies
 
 
-@pytest.mark.parametrize("how", ["undo all", "undo it", "release_jobs", "other profile", "other value"])
+@pytest.mark.parametrize("how", ["undo all", "undo it", "no job", "other profile", "other value"])
 def test_every_way_of_letting_go(tmp_path: Path, told: Told, how: str) -> None:
     made = desk(tmp_path, told, machine(SKYLAKE))
     made.apply(TEXT)
@@ -86,8 +86,8 @@ def test_every_way_of_letting_go(tmp_path: Path, told: Told, how: str) -> None:
             assert made.undo()[ID].outcome is Outcome.APPLIED
         case "undo it":
             made.undo(ID)
-        case "release_jobs":
-            made.engine.release_jobs()
+        case "no job":
+            made.apply(TEXT, jobs=False)
         case "other profile":
             made.apply("[cpu]\nboost = keep\n")
         case "other value":

@@ -121,7 +121,7 @@ def test_numa_balancing_2_is_given_back_as_2(tmp_path: Path) -> None:
     ].reason == "0 while a job runs"  # fmt: skip
     made.apply("[sysctl]\nkernel.numa_balancing = 0 @jobs\n", jobs=True)
     assert made.kernel.files["/proc/sys/kernel/numa_balancing"] == "0"
-    made.engine.release_jobs()
+    made.apply("[sysctl]\nkernel.numa_balancing = 0 @jobs\n", jobs=False)
     assert made.kernel.files["/proc/sys/kernel/numa_balancing"] == "2"
 
 

@@ -194,12 +194,6 @@ class Engine:
                 self._told.discard(row.knob)
             return rows
 
-    def release_jobs(self) -> list[Row]:
-        """Give back what was set for as long as jobs run. Failed when the ledger cannot be had."""
-        with self._lock, self.ledger.locked():
-            chosen = [knob for knob, entry in self.ledger.entries.items() if entry.when == "jobs"]
-            return self._changes.give_back(chosen, Hanging()) + self._let_go(list(self._held))
-
     def adopt(self, knob: str, fd: int) -> None:
         """Take over a descriptor that an earlier process held for a knob. The next `apply` renews or closes it."""
         with self._lock:

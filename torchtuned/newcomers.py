@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 BIND_S, ASK_S = 10.0, 1.0  # how long a driver is waited for, and how often it is asked
 ALL = ("cpu", "gpu", "sysctl")  # folders of knobs that a sleep may have reset
-FAMILIES = ("cpu", "latency", "sysctl", "memory", "block", "gpu")
 NOBODY_TO_ASK = ("off", "no-pynvml", "no-library")  # states of NVML that no waiting mends
 
 
@@ -72,7 +71,7 @@ class Newcomers:
     async def tuner_moved(self, unit: str) -> None:
         """Another tuner was started or stopped: what it sets is left to it, or the policy's again."""
         log.info("%s was started or stopped", unit)
-        await self._policy.apply(only=FAMILIES)
+        await self._policy.apply(only=("*",))  # all, but for what was undone by name
 
     async def _power(self) -> None:
         before, self._on_battery = self._on_battery, await asyncio.to_thread(on_battery, self._host)
