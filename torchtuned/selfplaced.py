@@ -54,10 +54,10 @@ class Tables:
             uid = name.removeprefix(PREFIX)
             if name.startswith(PREFIX) and uid.isascii() and uid.isdecimal() and len(uid) < 11:
                 try:
-                    when = os.lstat(self._folder / name).st_mtime_ns
+                    made = os.lstat(self._folder / name)
                 except OSError:
                     continue
-                if self._seen.get(int(uid)) != when:
+                if made.st_uid == int(uid) and self._seen.get(int(uid)) != made.st_mtime_ns:
                     found.append(int(uid))
         return found
 
