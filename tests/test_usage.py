@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchtuned.reports import usage
-from torchtuned.reports.usage import GpuFigures, duration, size
+from torchtuned.reports.usage import GpuFigures, duration
 
 
 def test_cpu_stat_with_and_without_a_quota() -> None:
@@ -52,10 +52,3 @@ def test_gpu_samples_add_up_and_go_on_after_a_restart() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")]
-)
-def test_sizes(number: int, text: str) -> None:
-    assert size(number) == text

@@ -19,6 +19,17 @@ def count(number: object, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
+def size(number: float) -> str:
+    """Bytes for people: "64 MiB", "12.3 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB" if number < 1000 else f"{number:.0f} TiB"
+
+
 def named(word: str) -> str:
     """What somebody typed, so that nothing can be seen, too."""
     return word or "''"

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 
 from torchtuned.checks.driver import BLACKWELL, FROM_NVIDIA, KNOWS_BLACKWELL
-from torchtuned.checks.files import environment, module_option, process_name, size
+from torchtuned.checks.files import environment, module_option, process_name
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.checks.xid import kernel_lines
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity, about_gpu
+from torchtuned.wording import size
 
 HELD = 1 << 30  # bytes; a driver alone holds less, a display server seldom more
 OPEN = "Open Kernel Module"

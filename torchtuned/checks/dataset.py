@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchtuned.checks.files import basename, size
+from torchtuned.checks.files import basename
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity
 from torchtuned.host import Space
 from torchtuned.mounts import Mount, beneath, device_of, mount_of, mounts
+from torchtuned.wording import size
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "glusterfs", "sshfs")
 PARALLEL = ("lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs")  # made for it: no finding

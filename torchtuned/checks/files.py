@@ -24,15 +24,6 @@ def amount(text: str) -> int:
     return int(match[1]) << 10 * " kmgt".index(match[2] or " ") if match else 0
 
 
-def size(number: float) -> str:
-    """Bytes for people: "64 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.3g} {unit}" if number < 1000 else f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB" if number < 1000 else f"{number:.0f} TiB"
-
-
 def memory(machine: Machine) -> dict[str, int]:
     """/proc/meminfo in bytes. Missing, Unreadable."""
     found = re.findall(r"^(\S+):\s+(\d+)", machine.host.read("/proc/meminfo"), re.MULTILINE)

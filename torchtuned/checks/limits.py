@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import UNLIMITED, limit, settings_lines, size, uid, unit_of, user_name
+from torchtuned.checks.files import UNLIMITED, limit, settings_lines, uid, unit_of, user_name
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Severity
+from torchtuned.wording import size
 
 FILES = 65536  # one descriptor a shared tensor; eight workers with 100 tensors in flight each are far below
 TASKS, TASKS_PER_CPU = 4096, 128  # threads: eight ranks with eight workers of 32 threads are 2,300

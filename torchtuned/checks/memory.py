@@ -6,12 +6,13 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import amount, memory, size, unit_runs
+from torchtuned.checks.files import amount, memory, unit_runs
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import MEMORY, Action, Severity, about_job
 from torchtuned.mounts import mount_of, mounts
+from torchtuned.wording import size
 
 SHM = "/dev/shm"
 SHM_LEAST = 1 << 30

@@ -6,11 +6,11 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import size
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.errors import Missing
 from torchtuned.findings import Action, Severity
 from torchtuned.mounts import mount_of, mounts
+from torchtuned.wording import size
 
 PLACES = ("/", "/home", "/tmp", "/var/tmp")
 SHARE, LEAST = 0.05, 10 << 30  # a checkpoint of a 7B model with its optimizer is 80 GB; 10 GiB is too little for any

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtuned import checks
 from torchtuned.checks import Running, dataset, reading
-from torchtuned.checks.files import memory, size
+from torchtuned.checks.files import memory
 from torchtuned.checks.registry import Check, Machine
 from torchtuned.cli import render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
@@ -25,7 +25,7 @@ from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
 from torchtuned.findings import UNCHECKED, Severity
 from torchtuned.gpus import Gpus
 from torchtuned.policy import Outcome
-from torchtuned.wording import count
+from torchtuned.wording import count, size
 
 if TYPE_CHECKING:
     from torchtuned.host import Host

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from torchtuned import discover
+from torchtuned import discover, processes
 from torchtuned.cli import machine_map, render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
 from torchtuned.cli.machine import host_of, watched
@@ -18,9 +18,11 @@ from torchtuned.client import Client, printable
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.environment import RANKS
 from torchtuned.errors import DaemonUnreachable, HostError
+from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.placement.documents import gpu_properties, topology_document
 from torchtuned.topology import GpuFacts
+from torchtuned.wording import size
 
 WATCH_S = 2.0
 JOB, GPU = "org.torchtuned1.Job", "org.torchtuned1.Gpu"
@@ -107,8 +109,6 @@ def _processes(host: Host, job: Properties) -> list[dict[str, object]]:
     A process is "outside" when a thread may run where the job has nothing, and "shrunk" when all its threads together
     may use less than it was given: libraries do that (OMP_PROC_BIND, KMP_AFFINITY), and so does the program itself.
     """
-    from torchtuned import processes  # psutil takes longer to import than the rest of a listing
-
     given = parse_list(str(job.get("cpus", "")))
     leader = whole(job.get("pid"))
     shares = _shares(host, leader)
@@ -199,8 +199,6 @@ def gpus_options(parser: argparse.ArgumentParser) -> None:
 
 
 def gpus(args: argparse.Namespace) -> int:
-    from torchtuned.gpus import Gpus  # it asks NVML in a child process; nothing else here needs it
-
     nvml = Gpus(Host())
     if not args.watch:
         _show_gpus(_gpus(nvml), as_json=args.json)
@@ -216,11 +214,8 @@ def gpus(args: argparse.Namespace) -> int:
         time.sleep(WATCH_S)
 
 
-def _gpus(nvml: object) -> list[Properties]:
+def _gpus(nvml: Gpus) -> list[Properties]:
     """The GPUs as the daemon shows them, or as they are found here, with what NVML measures now."""
-    from torchtuned.gpus import Gpus
-
-    assert isinstance(nvml, Gpus)
     try:
         with Client() as daemon:
             found = of_kind(daemon.objects(), GPU)
@@ -254,7 +249,7 @@ def _show_gpus(found: Sequence[Properties], *, as_json: bool) -> None:
         node = "unknown" if gpu.get("numanode") == -1 else str(gpu.get("numanode"))
         job = str(gpu.get("job", "/"))
         power = f"{_measure(gpu.get('power'), 'W')} of {_measure(gpu.get('power_limit'), 'W')}"
-        memory = f"{_gib(gpu.get('memory_used'))} of {_gib(gpu.get('memory_total'))}"
+        memory = f"{_size(gpu.get('memory_used'))} of {_size(gpu.get('memory_total'))}"
         rows.append(
             (
                 "\n".join(filter(None, (str(gpu["address"]), str(gpu.get("name") or ""), str(gpu.get("uuid") or "")))),
@@ -276,8 +271,8 @@ def _measure(value: object, unit: str) -> str:
     return f"{value:.0f} {unit}" if isinstance(value, int | float) else "?"
 
 
-def _gib(value: object) -> str:
-    return f"{value / 2**30:.1f} GiB" if isinstance(value, int | float) else "?"
+def _size(value: object) -> str:
+    return size(value) if isinstance(value, int | float) else "?"
 
 
 # map

@@ -1,4 +1,4 @@
-"""Tables and drawings for people, by rich, which is imported here only, and only when something is printed.
+"""Tables and drawings for people, by rich, which is imported only when something is printed.
 
 No colour where it does not belong (not a terminal, NO_COLOR, TERM=dumb: rich sees to it), nothing cut off, and no
 line longer than the terminal or, in a pipe, than COLUMNS or 80.

@@ -23,8 +23,8 @@ from torchtuned.errors import DaemonUnreachable, NoSuchJob
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.reports import store as reportstore
-from torchtuned.reports.usage import duration, size, together, within
-from torchtuned.wording import count
+from torchtuned.reports.usage import duration, together, within
+from torchtuned.wording import count, size
 
 FOLDER = Path("/var/lib/torchtuned") / reportstore.FOLDER
 LEAST_S = 0.05  # less is shown as 0.0 s

@@ -15,6 +15,7 @@ from torchtuned.cli.jobs import GPU, JOB, Properties, command_of, of_kind, texts
 from torchtuned.client import Client
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import DaemonUnreachable, HostError
+from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.reports import accounting
 from torchtuned.reports.usage import Figures, within
@@ -182,8 +183,6 @@ class _GpuUse:
             self._thread.start()
 
     def _ask(self) -> None:
-        from torchtuned.gpus import Gpus
-
         nvml = Gpus(self._host)
         while True:
             if self._wanted:

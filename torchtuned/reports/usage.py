@@ -96,15 +96,6 @@ class GpuFigures:
         return {name: round(value, 1) for name, value in self._sums.items()}
 
 
-def size(number: float) -> str:
-    """Bytes for people: "12.3 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:.1f} TiB"
-
-
 def duration(seconds: float) -> str:
     """Seconds for people: "4.2 s", "12 min 3 s", "3 h 12 min", "2 d 3 h"."""
     if seconds < 60:
