@@ -43,7 +43,7 @@ class Pid1:
         self.made: list[scopes.Scope] = []
         self.live: set[str] = set()
         self.members: list[int] = []
-        self.watching = 0
+        self.watching = False
         self.before: Callable[[scopes.Scope], Awaitable[None]] | None = None
         self.freed: list[tuple[str, CpuSet]] = []
 
@@ -65,8 +65,8 @@ class Pid1:
     async def processes(self, name: str) -> list[int]:
         return self.members
 
-    def watch_scopes(self, delta: int) -> None:
-        self.watching += delta
+    def watch_scopes(self, *, wanted: bool) -> None:
+        self.watching = wanted
 
 
 class Lent:
@@ -187,11 +187,11 @@ def test_a_life(bench: Callable[..., Bench]) -> None:
         assert one.active[-1] is True
         assert (document["state"], document["scope"]) == ("running", "torchtuned-job-1.scope")
         assert one.pid1.made[0].cpus == frozenset({0, 1})
-        assert one.pid1.watching == 1
+        assert one.pid1.watching
         child.kill()
         one.pid1.live.clear()
         await one.settle(lambda: len(one.table) == 0)
-        assert one.pid1.watching == 0
+        assert not one.pid1.watching
         assert one.active[-1] is False
         assert one.view.told == [("added", "1"), ("changed", "1"), ("ended", "1"), ("removed", "1")]
 
@@ -242,6 +242,7 @@ def test_whatever_happens_while_pid1_makes_the_scope(bench: Callable[..., Bench]
         job = await one.register(child)
 
         async def meanwhile(scope: scopes.Scope) -> None:
+            assert one.pid1.watching  # before it is made, so that its end is heard
             if what == "dies":
                 child.kill()
                 await one.settle(lambda: one.state(job) is None)
@@ -258,11 +259,12 @@ def test_whatever_happens_while_pid1_makes_the_scope(bench: Callable[..., Bench]
         if what in ("dies", "releases"):
             with pytest.raises(NoSuchJob):
                 await one.manager.commit(UID, job.id)
-            assert one.pid1.watching == 0
+            assert not one.pid1.watching
             assert one.state(job) is None
         else:
             document = await one.manager.commit(UID, job.id)
             assert document["confinement"] == ("cpuset" if what == "expires" else "affinity")
+            assert one.pid1.watching == (what == "expires")
             assert one.state(job) is State.RUNNING
 
     play(one, story)
@@ -279,7 +281,7 @@ def test_a_job_that_cannot_be_recorded_as_running_is_none(bench: Callable[..., B
             await one.manager.commit(UID, job.id)
         blocked.rmdir()
         assert one.state(job) is None
-        assert one.pid1.watching == 0
+        assert not one.pid1.watching
         with pytest.raises(NoSuchJob):
             await one.manager.release(UID, job.id)
 
@@ -328,7 +330,7 @@ def test_adoption(bench: Callable[..., Bench]) -> None:
         child.kill()
         child.wait()
     one.pid1.live = {"torchtuned-job-2.scope", "torchtuned-job-3.scope", "torchtuned-job-9.scope"}
-    one.pid1.watching = 0
+    one.pid1.watching = False
     second = Jobs(one.table.path)
     again = Manager(one.host, second, one.policy, one.pid1, one.view, lent=one.lent, jobs_active=lambda active: None)
     again.topology = one.manager.topology
@@ -336,7 +338,7 @@ def test_adoption(bench: Callable[..., Bench]) -> None:
     async def story() -> None:
         await again.adopt()
         assert [job.id for job in second] == ["2", "3"]
-        assert one.pid1.watching == 2
+        assert one.pid1.watching
         assert second.new_id() == "10"
         one.pid1.live = {"torchtuned-job-3.scope"}
         again.scope_ended("torchtuned-job-2.scope")
@@ -524,7 +526,7 @@ def test_a_commit_that_fails_unexpectedly_leaves_the_grant_as_it_was(
         one.pid1.before = burst
         with pytest.raises(UnicodeEncodeError):
             await one.manager.commit(UID, job.id)
-        assert one.pid1.watching == 0
+        assert not one.pid1.watching
         assert one.state(job) is State.GRANTED
         await one.settle(lambda: one.state(job) is None)  # it expires as any grant does
 
@@ -547,8 +549,8 @@ def test_scopes_are_watched_before_they_are_asked_for(
         child.kill()
         child.wait()
     one.pid1.live = {"torchtuned-job-2.scope", "torchtuned-job-3.scope"}
-    one.pid1.watching = 0
-    watched: list[int] = []
+    one.pid1.watching = False
+    watched: list[bool] = []
 
     async def unknown() -> set[str]:
         watched.append(one.pid1.watching)
@@ -568,11 +570,11 @@ def test_scopes_are_watched_before_they_are_asked_for(
 
     async def story() -> None:
         await again.adopt()
-        assert watched == [3]
+        assert watched == [True]
         assert [job.id for job in table] == ["1", "2", "3"]  # kept until PID 1 says that they are gone
         may_say.set()
         await one.settle(lambda: [job.id for job in table] == ["2", "3"])
-        assert one.pid1.watching == 2
+        assert one.pid1.watching
         await again.close()
 
     asyncio.run(story())

@@ -38,7 +38,7 @@ class Pid1(Protocol):
     async def has_scope(self, name: str) -> bool: ...
     async def scopes(self) -> set[str]: ...
     async def processes(self, name: str) -> list[int]: ...
-    def watch_scopes(self, delta: int) -> None: ...
+    def watch_scopes(self, *, wanted: bool) -> None: ...
 
 
 class Confiner:
@@ -56,7 +56,7 @@ class Confiner:
         return scopes.confinement(self._host, found.cgroup, admin=admin, asked=asked, hindrance=hindrance)
 
     async def confine(self, job: Job, pidfd: int) -> Job:
-        """The job as it came out. A scope that it has now is watched. `pidfd` is the caller's."""
+        """The job as it came out. `pidfd` is the caller's."""
         assert job.grant is not None
         found = await asyncio.to_thread(limits, self._host, job.process.pid)
         how = self.how(job, found)
@@ -73,13 +73,9 @@ class Confiner:
             cpus=job.grant.cpus if cpuset else frozenset(),
             memory_nodes=job.grant.memory_nodes if cpuset and job.request.memory == "bind" else frozenset(),
         )
-        self._pid1.watch_scopes(+1)
         try:
             await self._pid1.start_scope(scope)
-        except BaseException as e:
-            self._pid1.watch_scopes(-1)
-            if not isinstance(e, TorchtunedError):
-                raise
+        except TorchtunedError as e:
             log.warning("job %s has no scope: %s", job.id, e)
             mode = "affinity" if cpuset else job.confinement
             return replace(job, confinement=mode, warnings=(*job.warnings, f"no scope of its own: {e}"))

@@ -151,10 +151,9 @@ class Manager:
                 raise NoSuchJob(f"job {job_id} ended meanwhile")
             self._table.put(job)
         except TorchtunedError:
-            if job.scope:
-                self._pid1.watch_scopes(-1)  # the scope goes with its processes
             self._end(job_id, "it cannot be recorded")
             raise
+        self._followed()
         self._view.job_changed(job)
         return self._document(job)
 
@@ -207,9 +206,7 @@ class Manager:
     async def adopt(self) -> None:
         """Take over the jobs of an earlier daemon: those whose process, or scope, is still there."""
         self._table.load()
-        for job in self._table:
-            if job.scope:
-                self._pid1.watch_scopes(+1)  # before asking, so that no end falls between
+        self._pid1.watch_scopes(wanted=True)  # before asking, so that no end falls between
         live: set[str] | None = None
         try:
             live = await self._pid1.scopes()
@@ -223,8 +220,6 @@ class Manager:
             pidfd = processes.reopen(job.process)
             there = bool(job.scope) and (live is None or job.scope in live)
             if pidfd is None and not there:
-                if job.scope:
-                    self._pid1.watch_scopes(-1)
                 self._table.drop(job.id)
                 log.info("job %s ended while no daemon ran", job.id)
                 continue
@@ -368,10 +363,10 @@ class Manager:
         if job_id not in self._watches:
             self._end(job_id, "its last process ended")
             return
-        self._pid1.watch_scopes(-1)
         lost = "none" if job.confinement == "cpuset" else job.confinement
         job = replace(job, scope="", confinement=lost, warnings=(*job.warnings, f"its process left {job.scope}"))
         self._table.put(job)
+        self._followed()
         self._view.job_changed(job)
 
     def _end(self, job_id: str, why: str) -> None:
@@ -380,8 +375,6 @@ class Manager:
             return
         log.info("job %s of uid %d: %s", job_id, job.process.uid, why)
         self._watches.forget(job_id)
-        if job.scope:
-            self._pid1.watch_scopes(-1)
         self._around.pop(job_id, None)
         self._table.drop(job_id)
         self._view.job_removed(job)
@@ -389,8 +382,12 @@ class Manager:
         self._followed()
 
     def _followed(self) -> None:
-        """Knobs for jobs are for those that run or are about to: a grant may be asked for only to be looked at."""
-        self._jobs_active(any(job.state is State.RUNNING or job.id in self._committing for job in self._table))
+        """Knobs for jobs are for those that run or are about to: a grant may be asked for only to be looked at. Scopes
+        are watched from before the first is made.
+        """
+        starting = any(job.id in self._committing for job in self._table)
+        self._jobs_active(starting or any(job.state is State.RUNNING for job in self._table))
+        self._pid1.watch_scopes(wanted=starting or any(job.scope for job in self._table))
 
     def _replace_earlier(self, process: Process) -> None:
         """A wrapper that asks again did not hear our answer; its first grant must not stand beside the second."""

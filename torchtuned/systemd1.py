@@ -38,7 +38,7 @@ class Systemd:
         self.version = 0
         self._removed: Callable[[str], None] = lambda scope: None
         self._starting: dict[str, asyncio.Future[str]] = {}
-        self._watching = 0
+        self._watching = False
         self._followed: dict[str, Callable[[str], None]] = {}
 
     async def start(self, removed: Callable[[str], None]) -> None:
@@ -111,13 +111,11 @@ class Systemd:
         properties = [["AllowedCPUs", Variant("ay", cpuset.to_bytes(cpus))]]
         await self._call("SetUnitProperties", "sba(sv)", [name, True, properties])
 
-    def watch_scopes(self, delta: int) -> None:
-        """Count scopes whose end matters (+1, -1). Their ends are heard from the first on."""
-        before, self._watching = self._watching, self._watching + delta
-        if not before and self._watching:
-            self._bus.match(_rule("UnitRemoved"))
-        if before and not self._watching:
-            self._bus.unmatch(_rule("UnitRemoved"))
+    def watch_scopes(self, *, wanted: bool) -> None:
+        """Whether to be told of scopes that end; what is asked of PID 1 after this is asked with it in force."""
+        if wanted != self._watching:
+            self._watching = wanted
+            (self._bus.match if wanted else self._bus.unmatch)(_rule("UnitRemoved"))
 
     async def has_scope(self, name: str) -> bool:
         """Whether a scope still has processes. UnitRemoved alone does not tell: daemon-reload removes and adds all."""
