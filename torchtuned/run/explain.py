@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from torchtuned.wording import count
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,12 +29,12 @@ def text(
             for name, decision in sorted(decisions.items())
         }
         return json.dumps(document, indent=2, ensure_ascii=True)
-    lines = [f"Placed by {by}: {_count(grant['threads'], 'thread')} on CPUs {grant['cpus']}{_how(grant)}"]
+    lines = [f"Placed by {by}: {count(grant['threads'], 'thread')} on CPUs {grant['cpus']}{_how(grant)}"]
     lines += [f"  {reason}" for reason in grant["reasons"]]
     for rank in grant["ranks"]:
         gpu = f"GPU {rank['gpu']}" if rank["gpu"] else "no GPU"
         node = f"node {rank['memory_nodes']}" if rank["memory_nodes"] else "no node"
-        threads = _count(rank["omp_num_threads"], "thread")
+        threads = count(rank["omp_num_threads"], "thread")
         lines.append(f"Rank {rank['rank']}: {gpu}, {node}, CPUs {rank['cpus']}, {threads}")
         lines += [f"  {reason}" for reason in rank["reasons"]]
     lines.append("Environment:")
@@ -41,10 +43,6 @@ def text(
         lines.append(f"  {decision.action:<7} {name}{value}  ({decision.reason})")
     lines += [f"Warning: {warning}" for warning in warnings]
     return "\n".join(lines)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _how(grant: Mapping[str, Any]) -> str:
