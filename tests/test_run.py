@@ -251,6 +251,17 @@ def test_a_command_that_turns_out_not_to_run_leaves_nothing(tmp_path: Path) -> N
     assert table(tmp_path) == []
 
 
+def test_where_no_file_may_be_written_the_status_says_why_all_the_same(tmp_path: Path) -> None:
+    """A file too large is a deadly signal for programs, and Python's own ignoring of it is not handed on to them."""
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    assert in_bash(f'ulimit -f 0; "$@" {script} 2>{tmp_path}/errors').returncode == 127
+    assert in_bash(f'ulimit -f 0; "$@" sh -c "exit 3" 2>{tmp_path}/errors').returncode == 3
+    killed = in_bash(f'ulimit -f 0; "$@" sh -c "echo >{tmp_path}/x"; exit $?')
+    assert killed.returncode == 128 + signal.SIGXFSZ
+
+
 def test_help_fits_a_screen_and_version_is_said() -> None:
     lines = run("--help").stdout.splitlines()
     assert len(lines) <= 24
