@@ -191,7 +191,7 @@ def test_a_bus_that_says_nothing_ends_in_time(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(errors.DaemonUnreachable, match="does not answer"):
             Client(timeout_s=0.2)
         assert time.monotonic() - start < 10
-        monkeypatch.setattr("torchtuned.client.CONNECT_S", 0.2)  # however long calls may last, as those that change things
+        monkeypatch.setattr("torchtuned.client.CONNECT_S", 0.2)  # whatever time the calls have
         with pytest.raises(errors.DaemonUnreachable, match=r"does not answer .*systemctl status dbus"):
             Client(timeout_s=120)
         assert time.monotonic() - start < 20
