@@ -164,9 +164,12 @@ class Daemon:
         try:
             await self._follow_tuners()
             await self.policy.apply()
-        except Exception as e:
+        except TorchtunedError as e:
+            log.error("the policy could not be applied: %s", e)
+            self.policy.failed_to_start(e)
+        except Exception:
             log.exception("the policy could not be applied")
-            self.policy.failed_to_start(e if isinstance(e, TorchtunedError) else None)
+            self.policy.failed_to_start(None)
         self.policy.reconfigured = lambda: self._spawn(self._reconfigure())
         self.policy.touched = self._touched
         if self.host.real:
