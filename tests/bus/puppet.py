@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, sys.argv[1])
 
 from torchtuned.bus import Bus, CallFailed
+from torchtuned.client import Client
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.errors import DaemonUnreachable
 
@@ -79,8 +80,8 @@ class Puppet:
         return await (await self.bus()).call("org.torchtuned1", path, interface, member, timeout_s=60)
 
     async def interactive(self, member: str, signature: str = "", *body: Any) -> Any:
-        bus = await self.bus()
-        return await bus.call("org.torchtuned1", ROOT, MANAGER, member, signature, list(body), interactive=True)
+        with Client(timeout_s=60, interactive=True) as client:
+            return client.call(ROOT, MANAGER, member, signature, *body)
 
     async def fds(self, member: str, count: int) -> Any:
         fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(count)]

@@ -117,7 +117,9 @@ def test_a_notebook_is_not_read_as_python(tmp_path: Path, capsys: pytest.Capture
     path = tmp_path / "train.ipynb"
     path.write_text('{"cells": []}')
     assert main([str(path)]) == 1
-    assert capsys.readouterr().out.startswith(f"{path}: a notebook")
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path}: a notebook")
+    assert out.endswith("nothing found in 0 files, 1 not readable\n")
     assert main([str(tmp_path)]) == 0  # a folder is searched for Python files
 
 

@@ -139,20 +139,17 @@ class Bus:
         timeout_s: float = DEADLINE_S,
         fds: Sequence[int] = (),
         start: bool = False,
-        interactive: bool = False,
     ) -> list[Any]:
         """Call a method and return its values, variants unpacked, descriptors (type h) as numbers the caller owns.
 
-        `start` lets the bus start the service; `interactive` lets it ask its user. `fds` stay the caller's. Texts that
-        the bus would not carry are mended: what they hold may come from anybody.
+        `start` lets the bus start the service. `fds` stay the caller's. Texts that the bus would not carry are mended:
+        what they hold may come from anybody.
         Raises CallFailed, for silence too.
         """
         where = f"{destination} {interface}.{member}"
         if not self._bus.connected:
             raise CallFailed("not connected to the bus", where=where, dbus_name=f"{DBUS}.Error.Disconnected")
         flags = MessageFlag.NONE if start else MessageFlag.NO_AUTOSTART
-        if interactive:
-            flags |= MessageFlag.ALLOW_INTERACTIVE_AUTHORIZATION
         message = Message(
             destination=destination, path=path, interface=interface, member=member, signature=signature,
             body=_clean(body), unix_fds=list(fds), flags=flags, serial=self._bus.next_serial(),

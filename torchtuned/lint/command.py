@@ -156,7 +156,7 @@ def as_text(result: Result) -> str:
         if one.rule.code not in explained:
             explained.add(one.rule.code)
             lines += [f"    why: {one.rule.why}", f"    instead: {one.rule.instead}"]
-    number, files = len(result.findings), result.files
+    number, files = len(result.findings), result.files - len({error.file for error in result.errors})
     read = f"{files} file{'s' * (files != 1)}"
     lines.append(f"{number} finding{'s' * (number != 1)} in {read}" if number else f"nothing found in {read}")
     if result.errors:
