@@ -29,9 +29,9 @@ from torchtuned.placement import Grant, Rank, Request, grant_from_json
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
 
-MAX_RANKS = 256  # of a job, as far as they are taken over
-USER_S = 0.25
-ALL_S = 1.0
+MAX_RANKS = 64  # of a job, as far as they are taken over
+USER_S = 0.25  # and one entry more
+ALL_S = 0.5  # who registers waits for it, and gives up after 2 s
 NOTE = "it placed itself while torchtunedd did not answer"
 
 log = logging.getLogger(__name__)
