@@ -54,7 +54,7 @@ CONFIG = """\
     <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Introspectable"/>
     <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Properties"/>
     <allow send_destination="org.freedesktop.login1" send_interface="org.freedesktop.login1.Manager"
-           send_member="SetLinger"/>
+           send_member="SetUserLinger"/>
   </policy>
   <policy user="root">
     <allow own_prefix="org.freedesktop"/>

@@ -25,12 +25,12 @@ def test_linger_is_asked_of_logind_for_the_user_only_on_request(bus: PrivateBus,
     assert "linger" not in run(bus)
     assert logind.get("calls") == []
     assert "linger" not in run(bus, "--linger")
-    assert logind.get("calls") == [["SetLinger", [USER, True, True]]]
+    assert logind.get("calls") == [["SetUserLinger", [USER, True, True]]]
 
 
 def test_a_refusal_is_told(bus: PrivateBus, services: Services) -> None:
     logind = services("logind")
-    logind.set("refuse", ["SetLinger"])
+    logind.set("refuse", ["SetUserLinger"])
     said = run(bus, "--linger")
     assert "--linger: Permission denied; ask an administrator for loginctl enable-linger nobody" in said
 

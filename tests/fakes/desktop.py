@@ -28,7 +28,7 @@ SIGNATURES = {
     "CheckAuthorization": "(sa{sv})sa{ss}us",
     "CancelCheckAuthorization": "s",
     "Inhibit": "ssss",
-    "SetLinger": "ubb",
+    "SetUserLinger": "ubb",
     "HoldProfile": "sss",
     "ReleaseProfile": "u",
 }
@@ -100,7 +100,7 @@ class Desktop:
         asyncio.get_running_loop().add_reader(ours, self.released, ours)
         return "h", [0], [theirs]
 
-    def SetLinger(self, *_: Any) -> Any:
+    def SetUserLinger(self, *_: Any) -> Any:
         return "", [], []
 
     def released(self, fd: int) -> None:

@@ -249,7 +249,7 @@ def linger(uid: int, *, wait_s: float = 60) -> list[str]:
     try:
         with Client(interactive=True) as bus:
             login, manager = "/org/freedesktop/login1", f"{_LOGIND_BUS}.Manager"
-            bus.call(login, manager, "SetLinger", "ubb", uid, 1, 1, timeout_s=wait_s, service=_LOGIND_BUS)
+            bus.call(login, manager, "SetUserLinger", "ubb", uid, 1, 1, timeout_s=wait_s, service=_LOGIND_BUS)
     except errors.DaemonUnreachable:
         return ["--linger: systemd-logind does not answer; where none runs, a logout takes nothing away"]
     except errors.TorchtunedError as error:
