@@ -117,13 +117,23 @@ class Desktop:
 
     async def _inhibit(self, what: str) -> None:
         if what and self._inhibitor is None:
-            target = (LOGIN, LOGIN_PATH, LOGIN_MANAGER)
-            [self._inhibitor] = await self._call(target, "Inhibit", "ssss", what, WHO, WHY, "block")
+            try:
+                self._inhibitor = await self._take(what, "block-weak")
+            except CallFailed as e:
+                if not e.dbus_name.endswith(".InvalidArgs"):
+                    raise
+                self._inhibitor = await self._take(what, "block")
             self._keep(self._inhibitor)
         elif not what and self._inhibitor is not None:
             os.close(self._inhibitor)
             self._inhibitor = None
             self._forget()
+
+    async def _take(self, what: str, mode: str) -> int:
+        """Since systemd 257 "block" is also in the way of root, who may save the machine from an empty battery, and
+        "block-weak" does what "block" did before."""
+        [fd] = await self._call((LOGIN, LOGIN_PATH, LOGIN_MANAGER), "Inhibit", "ssss", what, WHO, WHY, mode)
+        return fd
 
     async def _hold(self, profile: str) -> None:
         if profile and self._profile is None:

@@ -46,10 +46,22 @@ def test_no_sleep_and_the_performance_profile_while_jobs_run(
         until(lambda: {row[2:] for row in session(bus).values()} == {("applied", "held by torchtuned while jobs run")})
         one.wait_for("FDSTORE=1")
         assert list(one.kept) == ["inhibitor"]
-        assert desktop.calls("Inhibit") == [["sleep:idle", "torchtuned", "a training job runs", "block"]]
+        assert desktop.calls("Inhibit") == [["sleep:idle", "torchtuned", "a training job runs", "block-weak"]]
     one.wait_for("FDSTOREREMOVE=1")
     until(lambda: desktop.get("inhibitors") == [])
     until(lambda: desktop.get("holds") == [])
+
+
+def test_a_logind_without_weak_inhibitors_is_asked_for_the_other(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    desktop = services("logind")
+    desktop.set("modes", ["block", "delay"])
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    with bus.user(USER) as job:
+        job.start()
+        until(lambda: desktop.get("inhibitors") == ["sleep:idle"])
+        assert [call[-1] for call in desktop.calls("Inhibit")] == ["block-weak", "block"]
 
 
 def test_the_session_section_decides(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:

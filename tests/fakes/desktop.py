@@ -3,8 +3,9 @@
     python tests/fakes/desktop.py ADDRESS polkit|logind|ppd|tuned ...
 
 Prints "ready" when it owns the names. org.torchtuned1.Test.Set(key, JSON) on /test steers it and Get reads: `allowed`
-(action ids), `challenge` (answers "challenge"), `hang` (members that are never answered), `calls` ((member, arguments)
-so far), `inhibitors` (what is inhibited now), `holds` (power profile holds).
+(action ids), `modes` (of inhibitors, that logind knows), `challenge` (answers "challenge"), `hang` (members that are
+never answered), `calls` ((member, arguments) so far), `inhibitors` (what is inhibited now), `holds` (power profile
+holds).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ NAMES = {
     "ppd": ["org.freedesktop.UPower.PowerProfiles", "net.hadess.PowerProfiles"],
     "tuned": ["com.redhat.tuned"],
 }
+MODES = ["block", "block-weak", "delay"]  # as of systemd 257; before it there was no block-weak
 SIGNATURES = {
     "CheckAuthorization": "(sa{sv})sa{ss}us",
     "CancelCheckAuthorization": "s",
@@ -47,7 +49,7 @@ def plain(value: Any) -> Any:
 class Desktop:
     def __init__(self, bus: MessageBus) -> None:
         self.bus = bus
-        self.knobs: dict[str, Any] = {"allowed": [], "challenge": False, "hang": []}
+        self.knobs: dict[str, Any] = {"allowed": [], "challenge": False, "hang": [], "modes": MODES}
         self.calls: list[Any] = []
         self.inhibitors: dict[int, str] = {}
         self.holds: dict[int, list[str]] = {}
@@ -68,6 +70,9 @@ class Desktop:
             return True
         if member in self.knobs.get("refuse", ()):
             self.bus.send(Message.new_error(message, "org.freedesktop.DBus.Error.AccessDenied", "Permission denied"))
+            return True
+        if member == "Inhibit" and body[3] not in self.knobs["modes"]:
+            self.bus.send(Message.new_error(message, "org.freedesktop.DBus.Error.InvalidArgs", f"no mode {body[3]}"))
             return True
         signature, values, fds = getattr(self, member)(*body)
         self.bus.send(Message.new_method_return(message, signature, values, fds)).add_done_callback(
@@ -94,7 +99,6 @@ class Desktop:
         return "", [], []
 
     def Inhibit(self, what: str, who: str, why: str, mode: str) -> Any:
-        assert mode in ("block", "delay")
         ours, theirs = os.pipe()
         self.inhibitors[ours] = what
         asyncio.get_running_loop().add_reader(ours, self.released, ours)
