@@ -68,7 +68,7 @@ class HostChecks:
         self._ended = 0.0
 
     async def look(self) -> tuple[list[Finding], list[Unchecked]]:
-        """What is wrong with the host and its running jobs, as far as the daemon can see, and where it could not look."""
+        """What is wrong with the host and its running jobs, as far as the daemon sees, and where it could not look."""
         look = self._look
         if look is None or (look.done() and (look.cancelled() or look.exception() or self._stale())):
             self._look = look = asyncio.ensure_future(self._ask())
