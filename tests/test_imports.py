@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "reports.jobrecord"),
     "use cases": (
-        *("manager", "places", "confining", "pinning", "selfplaced", "leases", "watches"),
+        *("manager", "places", "confining", "pinning", "selfplaced", "leases", "watches", "tasks"),
         *("hostpolicy", "hostchecks", "reports."),
     ),
     "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug", "newcomers"),

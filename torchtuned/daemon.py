@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from torchtuned.polkit import Polkit
 from torchtuned.reports.keeper import Reports
 from torchtuned.reports.store import FOLDER, Store
 from torchtuned.systemd1 import Systemd
+from torchtuned.tasks import Tasks
 from torchtuned.topology import Topology
 from torchtuned.tunables.owners import BUS_NAMES, PPD, UNITS
 from torchtuned.wording import count
@@ -105,7 +106,7 @@ class Daemon:
         self._hotplug: Hotplug | None = None
         self._watched: tuple[tuple[str, str], ...] = ()
         self._surveying = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
         self._status: asyncio.TimerHandle | None = None
         self._idle: asyncio.TimerHandle | None = None
         self._stopping = asyncio.Event()
@@ -115,7 +116,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn(self._reload()))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload()))
         await self.systemd.start(self.manager.scope_ended)
         await self.policy.start()
         self.manager.topology = await asyncio.to_thread(self._read_topology)
@@ -127,7 +128,7 @@ class Daemon:
         await self.bus.request_name(NAME)
         self.notifier.send("READY=1")
         log.info("torchtunedd %s is on the bus", __version__)
-        self._spawn(self._tune())
+        self._tasks.spawn(self._tune())
         lost = asyncio.ensure_future(self.bus.closed())
         stopping = asyncio.ensure_future(self._stopping.wait())
         await asyncio.wait((lost, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -148,9 +149,7 @@ class Daemon:
         for timer in (self._status, self._idle):
             if timer is not None:
                 timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self.manager.close()
         await self.reports.close()
         await self.policy.stop(give_back=give_back)
@@ -170,10 +169,10 @@ class Daemon:
         except Exception:
             log.exception("the policy could not be applied")
             self.policy.failed_to_start(None)
-        self.policy.reconfigured = lambda: self._spawn(self._reconfigure())
+        self.policy.reconfigured = lambda: self._tasks.spawn(self._reconfigure())
         self.policy.touched = self._touched
         if self.host.real:
-            await self.desktop.follow_sleep(lambda: self._spawn(self._newcomers.woke()))
+            await self.desktop.follow_sleep(lambda: self._tasks.spawn(self._newcomers.woke()))
         await self._reconfigure()
 
     async def _reconfigure(self) -> None:
@@ -187,7 +186,7 @@ class Daemon:
     def _touched(self, rows: Sequence[Row]) -> None:
         """Look at the GPUs again after their knobs were written."""
         if any(row.knob.startswith("gpu/") and row.outcome is Outcome.APPLIED for row in rows):
-            self._spawn(self._survey())
+            self._tasks.spawn(self._survey())
 
     async def _follow_tuners(self) -> None:
         self.systemd.follow_units(UNITS, self._tuner_moved)
@@ -195,7 +194,7 @@ class Daemon:
             await self.bus.follow(name, partial(self._owner_moved, unit))
 
     def _tuner_moved(self, unit: str) -> None:
-        self._spawn(self._newcomers.tuner_moved(unit))
+        self._tasks.spawn(self._newcomers.tuner_moved(unit))
 
     def _owner_moved(self, unit: str, _owner: str) -> None:
         self._tuner_moved(unit)
@@ -212,7 +211,7 @@ class Daemon:
             self.policy.fault("hotplug", f"devices that come and go are not seen: {e.strerror}")
 
     def _hotplugged(self, batch: Batch) -> None:
-        self._spawn(self._newcomers.changed(batch))
+        self._tasks.spawn(self._newcomers.changed(batch))
 
     async def _survey(self, *, cpus_moved: bool = False) -> None:
         async with self._surveying:
@@ -275,20 +274,6 @@ class Daemon:
         text = f"{self.policy.state}, profile {self.policy.config.profile}, {count(jobs, 'job')}"
         reasons = "; ".join(self.policy.degraded).splitlines()
         self.notifier.status(text + (f": {reasons[0]}" if reasons else ""))
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.ensure_future(_logged(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-async def _logged(work: Coroutine[Any, Any, Any]) -> None:
-    try:
-        await work
-    except TorchtunedError as e:
-        log.error("%s", e)
-    except Exception:
-        log.exception("unexpected")
 
 
 def _log_to(stream: Any) -> None:

@@ -44,7 +44,7 @@ class HostPolicy:
         self.config = builtin()
         self.last_applied = 0  # microseconds after 1970, 0 for never
         self.changed: Callable[[], None] = lambda: None  # after each change of what the properties below say
-        self.reconfigured: Callable[[], None] = lambda: None  # after another configuration came into force
+        self.reconfigured: Callable[[], object] = lambda: None  # after another configuration came into force
         self.touched: Callable[[Sequence[Row]], None] = lambda rows: None  # with what apply or undo made of the knobs
         self.beside: Callable[[Config], list[Row]] = lambda config: []  # rows of what others than the engine see to
         self._engine, self._read, self._choice, self._tuners = engine, read, choice, tuners

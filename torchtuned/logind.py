@@ -42,7 +42,7 @@ class Desktop:
         self._wishes = SessionConfig()
         self._work: asyncio.Task[None] | None = None
 
-    async def follow_sleep(self, resumed: Callable[[], None]) -> None:
+    async def follow_sleep(self, resumed: Callable[[], object]) -> None:
         """Have `resumed` called when the machine comes back from sleep."""
         self._bus.on_signal(LOGIN, LOGIN_MANAGER, "PrepareForSleep", lambda values: None if values[0] else resumed())
         self._bus.match(f"type='signal',sender='{LOGIN}',interface='{LOGIN_MANAGER}',member='PrepareForSleep'")

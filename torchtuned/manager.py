@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from torchtuned.placement import Request
 from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
 from torchtuned.selfplaced import Tables
+from torchtuned.tasks import Tasks
 from torchtuned.topology import Topology
 from torchtuned.watches import Watches
 
@@ -75,7 +76,7 @@ class Manager:
         self._polling = False
         self._committing: set[str] = set()
         self._tables, self._reading = Tables(host), asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     @property
     def jobs(self) -> Jobs:
@@ -120,7 +121,7 @@ class Manager:
         self._set_timer(job)
         if job.state is State.QUEUED and self._lent.held and not self._polling:
             self._polling = True
-            self._spawn(self._poll())
+            self._tasks.spawn(self._poll())
         return job, self._document(job)
 
     async def commit(self, uid: int, job_id: str) -> dict[str, Any]:
@@ -171,7 +172,7 @@ class Manager:
         """PID 1 removed a scope, or says so while it reloads."""
         for job in self._table:
             if job.scope == name:
-                self._spawn(self._check_scope(job.id))
+                self._tasks.spawn(self._check_scope(job.id))
 
     def topology_changed(self, topology: Topology, *, cpus_moved: bool = False) -> None:
         """Place by this machine from now on, and pin again what the kernel let go when a CPU went. `cpus_moved`: some
@@ -183,7 +184,7 @@ class Manager:
         self._serve_queue()
         for job in self._table if cpus_moved or cpus.before != cpus.now else ():
             if job.state is State.RUNNING and job.confinement == "affinity" and job.grant is not None:
-                self._spawn(pin_again(self._host, self._pid1, job, cpus, self._watches.pidfd(job.id)))
+                self._tasks.spawn(pin_again(self._host, self._pid1, job, cpus, self._watches.pidfd(job.id)))
 
     def _end_leases(self) -> None:
         """A GPU that is gone is nobody's, when it comes back neither: what its job had there is lost."""
@@ -228,7 +229,7 @@ class Manager:
             self._view.job_added(job)
             self._set_timer(job)
             if job.scope and (live is None or not there):
-                self._spawn(self._check_scope(job.id))
+                self._tasks.spawn(self._check_scope(job.id))
         await self._adopt_self_placed()
         for job in self._table:
             if job.state is State.QUEUED:
@@ -237,7 +238,7 @@ class Manager:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
         self._followed()
-        self._spawn(self._adopt_self_placed(after_s=LATE_S))
+        self._tasks.spawn(self._adopt_self_placed(after_s=LATE_S))
 
     async def _adopt_self_placed(self, *, after_s: float = 0.0) -> None:
         """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs."""
@@ -275,9 +276,7 @@ class Manager:
 
     async def close(self) -> None:
         """Let go of everything in memory; the table stays for the next daemon."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._watches.close()
 
     # -- the queue ---------------------------------------------------------------------------------------------------
@@ -344,7 +343,7 @@ class Manager:
         if job is not None:
             self._view.leader_ended(job)
         if job is not None and job.scope:
-            self._spawn(self._check_scope(job_id))
+            self._tasks.spawn(self._check_scope(job_id))
         elif job is not None:
             self._end(job_id, "its process ended")
 
@@ -412,13 +411,3 @@ class Manager:
             self._watches.after(job.id, job.request.wait, self._end, job.id, "it waited long enough")
         else:
             self._watches.stop_timer(job.id)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("unexpected", exc_info=task.exception())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torchtuned import cpulimits, processes
@@ -31,6 +31,7 @@ from torchtuned.reports.jobrecord import Record, now
 from torchtuned.reports.store import Name, Store, find
 from torchtuned.reports.usage import Figures, GpuFigures
 from torchtuned.scopes import MOUNT
+from torchtuned.tasks import Tasks
 
 FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
 CHECK_S = 290.0  # between two checks of the host while jobs run, of which none is newer
@@ -68,7 +69,7 @@ class Reports:
         self._open: dict[tuple[int, int], dict[str, Any]] = {}  # (pid, start) -> what an earlier daemon left unfinished
         self._inotify: Inotify | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._writing = asyncio.Lock()
         self._boot = host.text(BOOT_ID)
 
@@ -86,7 +87,7 @@ class Reports:
         """After jobs were adopted: what is left ended while no daemon ran."""
         left, self._open = self._open, {}
         if left:
-            self._spawn(self._finish_missed(list(left.values())))
+            self._tasks.spawn(self._finish_missed(list(left.values())))
 
     # -- what the manager tells --------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class Reports:
         self._cancel(job.id)
         self._ending.append(record)
         if "settle" not in self._timers:
-            self._later("settle", SETTLE_S, lambda: self._spawn(self._finish()))
+            self._later("settle", SETTLE_S, lambda: self._tasks.spawn(self._finish()))
         if not self._running:
             self._cancel("read")
 
@@ -156,7 +157,7 @@ class Reports:
         if record is not None and uid in (0, record.job.process.uid):
             if not record.ended:
                 await self._read_off_loop([record])
-                await asyncio.wait([self._spawn(self._see([record]))], timeout=ASKED_S)
+                await asyncio.wait([self._tasks.spawn(self._see([record]))], timeout=ASKED_S)
             return record.document(self._boot)
         names = [name for name in await asyncio.to_thread(self._store.names) if uid in (0, name.uid)]
         name = find(names, asked)
@@ -183,10 +184,7 @@ class Reports:
         """Write down what is known; the next daemon goes on from there."""
         for name in list(self._timers):
             self._cancel(name)
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=CLOSE_S)
-            for task in late:
-                task.cancel()
+        await self._tasks.close(within=CLOSE_S)
         await self._finish()
         for record in self._running.values():
             await asyncio.to_thread(self._store.write, record.name, record.document(self._boot))
@@ -213,7 +211,7 @@ class Reports:
         self._running[job.id] = record
         if record.cgroup:
             self._watch(record)
-        self._spawn(self._write(record))
+        self._tasks.spawn(self._write(record))
         if self._due() > FIRST_S:
             self._later("read", FIRST_S, self._tick)
 
@@ -235,7 +233,7 @@ class Reports:
                 self._later(job_id, BURST_S, lambda record=record: self._read(record))  # type: ignore[misc]
 
     def _tick(self) -> None:
-        self._spawn(self._read_all())
+        self._tasks.spawn(self._read_all())
         if self._running:
             self._later("read", EVERY_S, self._tick)
 
@@ -334,17 +332,6 @@ class Reports:
         """Seconds until the next reading."""
         timer = self._timers.get("read")
         return float("inf") if timer is None else timer.when() - asyncio.get_running_loop().time()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("unexpected", exc_info=task.exception())
 
 
 def _since(record: Record) -> int:
