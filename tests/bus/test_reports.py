@@ -271,7 +271,7 @@ def test_what_it_got_used_and_waited_for(bus: PrivateBus, tree: Path) -> None:
     text = torchtuned(bus, "report", "1", uid=USER).stdout
     assert text.startswith("Job 1, nobody: python train.py\n")
     assert "held up by a quota 4 times" in text
-    assert "3.0 GiB at most" in text
+    assert "3 GiB at most" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
