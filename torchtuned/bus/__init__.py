@@ -97,7 +97,7 @@ class Bus:
         self._pending: dict[int, asyncio.Future[Message]] = {}
         self._owners: dict[str, str] = {}
         self._watches: dict[str, list[Callable[[str], None]]] = {}
-        self._signals: dict[tuple[str, str], list[tuple[str, Callable[[list[Any]], None]]]] = {}
+        self._signals: dict[tuple[str, str], list[tuple[str, Callable[[list[Any]], object]]]] = {}
         self._matches: dict[str, int] = {}
         self._handler: Handler | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,7 +199,7 @@ class Bus:
         """Unique name of the owner of a followed name, or ""."""
         return self._owners.get(name, "")
 
-    def on_signal(self, service: str, interface: str, member: str, callback: Callable[[list[Any]], None]) -> None:
+    def on_signal(self, service: str, interface: str, member: str, callback: Callable[[list[Any]], object]) -> None:
         """Hand signals of a followed service to `callback`. Which ones the bus sends us is `match`'s business."""
         self._signals.setdefault((interface, member), []).append((service, callback))
 
