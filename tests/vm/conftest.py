@@ -23,6 +23,7 @@ ORDER = (
     "test_bus",
     "test_check",
     "test_jobs",
+    "test_placement_kinds",
     "test_sleep",
     "test_neighbours",
     "test_policy",

@@ -13,6 +13,8 @@ import pytest
 from inside import JOB, Job, changed, cpus, cpus_of, listed, masks, start, stop, wait_for
 from machine import Machine
 
+CONF = "/etc/torchtuned/conf.d/50-limits.conf"
+
 
 def cpusets(machine: Machine) -> dict[str, str]:
     """What the cpuset files of every cgroup but jobs' own say. Above a job they come into being, empty (as good as
@@ -59,18 +61,22 @@ def test_nobody_beside_a_job_is_touched(neighbours: Machine, suite: str) -> None
 
 
 SAME = ("TasksMax", "OOMPolicy", "SendSIGHUP", "SendSIGKILL", "KillMode", "KillSignal", "MemoryMax", "ManagedOOMSwap")
-SESSION = "$(cut -d: -f3 /proc/self/cgroup | xargs basename)"
 
 
 def test_a_job_has_what_its_session_has(ready: Machine) -> None:
-    show_it = f"systemctl show {' '.join(f'-p {name}' for name in SAME)} {SESSION}"
-    session = ready.login("alice", show_it).splitlines()
-    job = ready.login("alice", f"torchtuned-run --quiet --cpus 1 sh -c {shlex.quote(show_it)}").splitlines()
-    assert len(session) >= len(SAME) - 1, session
-    assert job == session
-    files = "cat /sys/fs/cgroup/$(cut -d: -f3 /proc/self/cgroup)/{pids.max,memory.max,memory.oom.group}"
-    bare = ready.login("alice", files)
-    assert ready.login("alice", f"torchtuned-run --quiet --cpus 1 bash -c {shlex.quote(files)}") == bare
+    look = (
+        "place=$(cut -d: -f3 /proc/self/cgroup); basename $place; cat /proc/self/limits /proc/self/oom_score_adj;"
+        " cd /sys/fs/cgroup$place; grep . pids.max memory.max memory.high memory.oom.group cpu.max cpu.weight;"
+        f" systemctl show {' '.join(f'-p {name}' for name in SAME)} $(basename $place)"
+    )
+    both = ready.login(
+        "alice", f"ulimit -Sn hard; {look}; echo /; exec torchtuned-run --quiet --cpus 1 bash -c {shlex.quote(look)}"
+    )
+    session, job = (part.split("\n", 1) for part in both.split("/\n"))
+    assert session[0].startswith("session-")
+    assert job[0].startswith("torchtuned-job-")
+    assert len(session[1].splitlines()) > 25, session
+    assert job[1] == session[1]
 
 
 def test_a_terminal_that_hangs_up_ends_the_job_as_it_ends_others(ready: Machine) -> None:
@@ -148,3 +154,80 @@ def test_a_step_of_a_batch_system_keeps_its_cpus_and_its_place(ready: Machine) -
     said = json.loads(ready.check("grep '}' /root/s.out"))
     assert said["omp_num_threads"] == "4"
     ready.check(f"kill {row['pid']}")
+
+
+def test_t10_a_logout_takes_shared_memory_and_linger_keeps_it(ready: Machine) -> None:
+    """What the warning says is so: logind deletes what lies in /dev/shm when the last session ends."""
+    job = "sh -c 'echo here >/dev/shm/batch; exec sleep 10007'"
+    gone = "while loginctl list-users --no-legend | grep alice; do sleep 0.5; done"
+    for option, there in (("", False), ("--linger", True)):
+        run = f"nohup torchtuned-run {option} --cpus 1 {job} 2>/tmp/said >/dev/null <>/dev/null &"
+        here = "for i in $(seq 200); do [ -e /dev/shm/batch ] && break; sleep 0.2; done; cat /tmp/said"
+        ready.check(f"loginctl terminate-user alice; {gone}", 60)
+        try:
+            said = ready.check(f"ssh alice@localhost {shlex.quote(f'{run} {here}')} <>/dev/null", 100)
+            ready.check("pgrep -f 'sleep 10007'")
+            if there:
+                assert said == ""
+                ready.check("sleep 15; cat /dev/shm/batch")
+            else:
+                assert "logind deletes the shared memory" in said
+                ready.check(f"{gone}; ! test -e /dev/shm/batch", 60)
+            ready.check("pgrep -f 'sleep 10007'")
+        finally:
+            ready.check("loginctl disable-linger alice; pkill -f 'sleep 10007'; rm -f /dev/shm/batch")
+
+
+@pytest.fixture
+def limited(ready: Machine) -> Iterator[Machine]:
+    """An administrator who wants more for jobs than a session has."""
+    lines = "[jobs]\nlimit_memlock = infinity\nlimit_nofile = 600000\nlimit_core = 0\nlimit_oom_score_adj = 300\n"
+    ready.check(f"mkdir -p {CONF.rpartition('/')[0]}; printf '{lines}' >{CONF}; systemctl reload torchtuned")
+    yield ready
+    ready.check(f"rm {CONF}; systemctl reload torchtuned")
+
+
+def limits(machine: Machine, pid: object) -> dict[str, list[str]]:
+    """Soft and hard limits of a process, and its oom_score_adj."""
+    lines = machine.check(f"grep -E 'open files|locked memory|core file' /proc/{pid}/limits").splitlines()
+    found = {line[:25].strip(): line[25:].split()[:2] for line in lines}
+    return {**found, "oom": machine.check(f"cat /proc/{pid}/oom_score_adj").split()}
+
+
+def test_limits_of_the_configuration_reach_a_users_job(limited: Machine) -> None:
+    """Also those that are above the hard limits of the session."""
+    job = start(limited, "a", f"ulimit -Hl >&2; exec torchtuned-run --cpus 1 {JOB}", user="alice")
+    found = limits(limited, job.pid)
+    assert job.notes.split()[0].isdecimal(), f"locked memory has no limit in a session: {job.notes}"
+    assert found["Max locked memory"] == ["unlimited", "unlimited"]
+    assert (found["Max core file size"][0], found["Max open files"][0], found["oom"]) == ("0", "600000", ["300"])
+    assert "the limit" not in job.notes, job.notes
+    stop(limited, job)
+
+
+def test_a_service_keeps_its_hard_limits_and_hears_what_to_edit(limited: Machine) -> None:
+    row = service(
+        limited,
+        "small",
+        "-p LimitNOFILE=5000 -p LimitMEMLOCK=1M -p User=alice -p StandardError=file:/root/small.err",
+        f"torchtuned-run --cpus 1 {JOB}",
+    )
+    found = limits(limited, row["pid"])
+    assert found["Max open files"] == ["5000", "5000"]
+    assert found["Max locked memory"] == ["1048576", "1048576"]
+    notes = limited.check("cat /root/small.err")
+    assert "systemctl edit small.service: LimitMEMLOCK=infinity below [Service]" in notes
+    assert "systemctl edit small.service: LimitNOFILE=600000 below [Service]" in notes
+    limited.check("systemctl stop small")
+
+
+def test_p17_and_t03_are_said_before_they_happen(ready: Machine) -> None:
+    """Too few tasks for the threads of the job, and too little shared memory for its workers; it runs all the same."""
+    small = "-p TasksMax=40 -p TemporaryFileSystem=/dev/shm:size=64M,mode=1777"
+    job = "torchtuned-run python3 /tmp/train.py --workers 8 --batch-size 512"
+    said = ready.check(f"echo 'print(42)' >/tmp/train.py; systemd-run -q --wait --pipe {small} {job} 2>&1")
+    assert "will not fit: " in said
+    assert "TasksMax=infinity" in said
+    assert "/dev/shm has 64 MiB" in said
+    assert "bus error" in said
+    assert said.endswith("\n42\n")
