@@ -153,9 +153,15 @@ class Systemd:
     # -- units -------------------------------------------------------------------------------------------------------
 
     async def active(self, units: Sequence[str]) -> frozenset[str]:
-        """Those of `units` that are active or being started."""
+        """Those of `units` that are active or being started. One that has set its values and ended stays active after
+        its package was purged: Debian's TLP does.
+        """
         [found] = await self._call("ListUnitsByNames", "as", [list(units)])
-        return frozenset(unit[0] for unit in found if unit[3] in ("active", "activating", "reloading"))
+        return frozenset(
+            name
+            for name, _, load, active, how, *_ in found
+            if active in ("active", "activating", "reloading") and (load, how) != ("not-found", "exited")
+        )
 
     def follow_units(self, units: Sequence[str], moved: Callable[[str], None]) -> None:
         """Have `moved` called with the name of each of `units` that PID 1 has started or stopped."""

@@ -326,6 +326,12 @@ def test_other_tuners_keep_their_knobs(bus: PrivateBus, services: Fake, daemon: 
     assert "cpupower" in row[4] + row[5]
 
 
+def test_a_tuner_that_was_purged_keeps_nothing(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
+    services("systemd1").set("purged", ["tlp.service"])
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    assert governors(tree) == ["performance", "performance"]
+
+
 def test_a_refused_value_degrades_and_is_found(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     swappiness = tree / "proc/sys/vm/swappiness"
     swappiness.unlink()

@@ -8,8 +8,8 @@ and goes away then, as with CollectMode=inactive-or-failed. Run it beside a priv
 
 It prints "ready" when it owns its name. org.torchtuned1.Test.Set(key, JSON) on /test steers it and Get reads:
 `hang` (members that are never answered), `fail` (member -> D-Bus error name), `job` (our unit's job type),
-`active` (unit names), `result` (how start jobs end), `linger` (scopes outlive their processes), `vanish` (they end
-when they have been listed), `reload` (units are removed and there again), `calls` (all (member, arguments) so far),
+`active` and `purged` (unit names), `result` (how start jobs end), `linger` (scopes outlive their processes), `vanish`
+(they end when they have been listed), `reload` (units are removed and there again), `calls` (all (member, arguments) so far),
 `scopes`. Remove(scope) ends one.
 """
 
@@ -63,7 +63,7 @@ class Pid1:
     def __init__(self, bus: MessageBus, version: int) -> None:
         self.bus, self.version = bus, version
         self.subscribers: set[str] = set()
-        self.knobs: dict[str, Any] = {"hang": [], "fail": {}, "job": "", "active": [], "result": "done"}
+        self.knobs: dict[str, Any] = {"hang": [], "fail": {}, "job": "", "active": [], "purged": [], "result": "done"}
         self.calls: list[Any] = []
         self.scopes: dict[str, dict[str, Any]] = {}
         self.members: dict[str, list[int]] = {}
@@ -229,8 +229,12 @@ class Pid1:
         return "a(ssssssouso)", [found], *(partial(self.remove, name) for name in gone)
 
     def list_by_names(self, names: list[str]) -> tuple[Any, ...]:
-        active = self.knobs["active"]
-        return "a(ssssssouso)", [[self.unit(n, "active" if n in active else "inactive") for n in names]]
+        active, purged = self.knobs["active"], self.knobs["purged"]
+        units = [self.unit(name, "active" if name in (*active, *purged) else "inactive") for name in names]
+        for unit in units:
+            if unit[0] in purged:
+                unit[2], unit[4] = "not-found", "exited"
+        return "a(ssssssouso)", [units]
 
     def unit(self, name: str, state: str) -> list[Any]:
         return [name, name, "loaded", state, "running", "", self.unit_path(name), 0, "", "/"]

@@ -33,6 +33,7 @@ LOOK_S = 10.0
 AMISS = ("drifted", "denied", "failed")  # outcomes that want a look; the others are as they should be
 SERVICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice")  # cgroup v2, v1
 INVOCATIONS = "/run/systemd/units/invocation"  # a link for each unit that is not inactive
+UNIT_FILES = ("/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system", "/lib/systemd/system")
 COLUMNS = ("knob", "current", "wanted", "outcome", "reason", "source")
 IRQBALANCE = "irqbalance.service"  # owns no knob, so no row can name it
 
@@ -161,11 +162,15 @@ def tuners_of(host: Host) -> list[str]:
 
 
 def _runs(host: Host, unit: str) -> bool:
-    """One that sets its values and ends, such as TLP, is active all the same, but has no cgroup any more."""
+    """One that sets its values and ends, such as TLP, is active all the same, but has no cgroup any more. It is so even
+    after its package was purged, when nobody has those values in mind any longer.
+    """
+    if any(host.exists(f"{folder}/{unit}") for folder in SERVICES):
+        return True
     with contextlib.suppress(HostError):
         host.link(f"{INVOCATIONS}:{unit}")
-        return True
-    return any(host.exists(f"{folder}/{unit}") for folder in SERVICES)
+        return any(host.exists(f"{folder}/{unit}") for folder in UNIT_FILES)
+    return False
 
 
 def row_document(row: Row) -> render.Row:
