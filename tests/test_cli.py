@@ -309,7 +309,7 @@ def test_a_tuner_that_has_set_its_values_and_ended_is_seen_too(root: Path, capsy
     links.mkdir(parents=True)
     (links / "invocation:tuned.service").symlink_to("0" * 32)
     assert knobs(capsys, "plan", "--sysroot", str(root))["sysctl/vm.max_map_count"]["source"] != "tuned.service"
-    make_tree(root, {"usr/lib/systemd/system/tuned.service": "[Unit]\n"})  # it was not purged since
+    tree.make_tree(root, {"usr/lib/systemd/system/tuned.service": "[Unit]\n"})  # it was not purged since
     row = knobs(capsys, "plan", "--sysroot", str(root))["sysctl/vm.max_map_count"]
     assert (row["outcome"], row["reason"], row["source"]) == ("foreign", "left to TuneD", "tuned.service")
 
