@@ -1,6 +1,6 @@
 """What breaks a daemon, many times over, with jobs of two users and a service running: tally.py does and counts it.
 
-TORCHTUNED_MOMENTS (default 10) is how often the daemon is killed; the rest is in proportion. A table says what was
+TORCHTUNED_MOMENTS (default 4) is how often the daemon is killed; the rest is in proportion. A table says what was
 done, and how long the machine took at most to be all right again, by itself.
 """
 
@@ -15,7 +15,7 @@ from inside import JOB, MANAGER, NO_JOBS, STATE, is_original, listed, start, wai
 from machine import SHARE, Machine
 from test_policy import is_tuned
 
-MOMENTS = int(os.environ.get("TORCHTUNED_MOMENTS", "10"))
+MOMENTS = int(os.environ.get("TORCHTUNED_MOMENTS", "4"))
 SEED = 7
 FEW = max(1, MOMENTS // 10)
 Tell = Callable[[str], None]
