@@ -9,8 +9,8 @@ and goes away then, as with CollectMode=inactive-or-failed. Run it beside a priv
 It prints "ready" when it owns its name. org.torchtuned1.Test.Set(key, JSON) on /test steers it and Get reads:
 `hang` (members that are never answered), `fail` (member -> D-Bus error name), `job` (our unit's job type),
 `active` and `purged` (unit names), `result` (how start jobs end), `linger` (scopes outlive their processes), `vanish`
-(they end when they have been listed), `reload` (units are removed and there again), `calls` (all (member, arguments) so far),
-`scopes`. Remove(scope) ends one.
+(they end when they have been listed), `reload` (units are removed and there again), `calls` (all (member, arguments)
+so far), `scopes`. Remove(scope) ends one.
 """
 
 from __future__ import annotations
