@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
+import pytest
 from fakes.tree import make_tree
 
-from torchtuned.checks import REGISTRY
+from torchtuned import hostchecks
+from torchtuned.checks import REGISTRY, Running
 from torchtuned.findings import Finding, Unchecked
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.hostchecks import HIDDEN, HostChecks
+from torchtuned.jobs import Job, State
+from torchtuned.placement import Request
+from torchtuned.processes import Process
 
 
 def looked(host: Host) -> tuple[list[Finding], list[Unchecked]]:
@@ -28,6 +34,28 @@ def test_what_the_sandbox_hides_is_unchecked() -> None:
     said = {item.code: item.because for item in unchecked}
     assert said["TT032"] == "the daemon does not see /home: torchtuned check does"
     assert HIDDEN.keys() <= said.keys() & REGISTRY.keys()
+
+
+def test_an_answer_is_shared_until_a_job_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[str]] = []
+    jobs: list[Job] = []
+
+    def look(*_: object, jobs: list[Running], **__: object) -> tuple[list[Finding], list[Unchecked]]:
+        looks.append([job.id for job in jobs])
+        return [], []
+
+    async def ask() -> None:
+        checks = HostChecks(Host(), Gpus(Host()), jobs=lambda: jobs, ours=frozenset)
+        await checks.look()
+        await checks.look()
+        process = Process(pid=os.getpid(), uid=0, start=1)
+        jobs.append(Job(id="1", process=process, request=Request(), since=1, state=State.RUNNING))
+        await checks.look()
+        await checks.look()
+
+    monkeypatch.setattr(hostchecks, "run_checks", look)
+    asyncio.run(ask())
+    assert looks == [[], ["1"]]
 
 
 def test_in_a_folder_nothing_is_hidden(tmp_path: Path) -> None:

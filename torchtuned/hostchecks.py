@@ -4,7 +4,7 @@ Its unit gives it a /tmp of its own, no /home, and not the capabilities to look 
 to be judged by these is left out here and said to be: `torchtuned check` looks as the user who runs it, whose they are.
 
 Looking is free for everybody and takes a second or two, so those who ask meanwhile share the answer, and it stays good
-for a few seconds.
+for a few seconds, as long as no job starts or ends.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class HostChecks:
         self._host, self._gpus, self._jobs, self._ours, self._watch = host, gpus, jobs, ours, watch
         self._look: asyncio.Future[tuple[list[Finding], list[Unchecked]]] | None = None
         self._ended = 0.0
+        self._seen: list[Running] = []
 
     async def look(self) -> tuple[list[Finding], list[Unchecked]]:
         """What is wrong with the host and its running jobs, as far as the daemon sees, and where it could not look."""
@@ -75,10 +76,13 @@ class HostChecks:
         return await asyncio.shield(look)
 
     def _stale(self) -> bool:
-        return time.monotonic() - self._ended > FRESH_S
+        return time.monotonic() - self._ended > FRESH_S or self._seen != self._running()
+
+    def _running(self) -> list[Running]:
+        return [running(job) for job in self._jobs() if job.state is State.RUNNING]
 
     async def _ask(self) -> tuple[list[Finding], list[Unchecked]]:
-        jobs = [running(job) for job in self._jobs() if job.state is State.RUNNING]
+        self._seen = jobs = self._running()
         ours, watch = frozenset(self._ours()), self._watch()
         hidden = HIDDEN if self._host.real else {}
         codes = [code for code in REGISTRY if code not in hidden]
