@@ -137,14 +137,21 @@ async def main():
     mains = bed.add_device("power_supply", "AC", None, [], ["POWER_SUPPLY_TYPE", "Mains"])
     mouse = bed.add_device("power_supply", "hid-1", None, [], ["POWER_SUPPLY_SCOPE", "Device"])
     nic = bed.add_device("net", "eth9", None, [], [])
+    driver = bed.add_device("module", "acpi_cpufreq", None, [], [])
+    module = bed.add_device("module", "snd_hda", None, [], [])
+    disk = bed.add_device("block", "nvme9n1", None, [], ["DEVTYPE", "disk"])
+    part = bed.add_device("block", "nvme9n1p1", None, [], ["DEVTYPE", "partition"])
+    loop = bed.add_device("block", "loop9", None, [], ["DEVTYPE", "disk"])
     monitor.start()
-    for device in (nvidia, audio, switch, amd, bmc, watched, card, connector, mains, mouse, nic):
+    graphics = (nvidia, audio, switch, amd, bmc, watched, card, connector)
+    for device in (*graphics, mains, mouse, nic, driver, module, disk, part, loop):
         bed.uevent(device, "add")
+        await asyncio.sleep(0)  # its queue is short
     await asyncio.sleep(0.5)
     for _ in range(500):
         bed.uevent(nvidia, "unbind")
         bed.uevent(nvidia, "bind")
-        await asyncio.sleep(0)  # its queue is short
+        await asyncio.sleep(0)
     await asyncio.sleep(1.5)
     bed.uevent(nvidia, "remove")
     await asyncio.sleep(0.5)
@@ -164,7 +171,9 @@ def test_gpus_and_what_is_none(tmp_path: Path) -> None:
     assert scene.returncode == 0, scene.stderr
     first, *storm, last = json.loads(scene.stdout)
     assert sorted(first) == [
+        ["block", "nvme9n1", ["add"]],
         ["drm", "card1", ["add"]],
+        ["module", "acpi_cpufreq", ["add"]],
         ["pci", "0000:01:00.0", ["add"]],
         ["pci", "0000:02:00.0", ["add"]],
         ["pci", "0000:04:00.0", ["add"]],

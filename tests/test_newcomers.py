@@ -20,6 +20,7 @@ from torchtuned.hostpolicy import HostPolicy
 from torchtuned.hotplug import Batch, Change
 from torchtuned.ledger import Ledger
 from torchtuned.newcomers import Newcomers
+from torchtuned.tunables.block import BlockFamily
 from torchtuned.tunables.cpu import CpuFamily
 from torchtuned.tunables.gpu import GpuFamily
 from torchtuned.tunables.sysctl import SysctlFamily
@@ -39,12 +40,13 @@ LAPTOP = {
 }
 TEXT = "[cpu]\ngovernor = performance\non_battery = keep\n[sysctl]\nvm.swappiness = 10\n"
 A = FakeGpus.address(0)
+DISK = {"dev": "8:0\n", "size": "1000\n", "queue/read_ahead_kb": "128\n", "queue/rotational": "0\n"}
 
 
 class Scene:
     def __init__(self, root: Path, text: str, gpus: Gpus) -> None:
         self.root, self.gpus, self.surveys = root, gpus, list[bool]()
-        families = [CpuFamily(), SysctlFamily(), GpuFamily(gpus)]
+        families = [CpuFamily(), SysctlFamily(), BlockFamily(), GpuFamily(gpus)]
         engine = Engine(Host(root), Ledger(root.parent / "run/ledger.json"), families=families)
 
         async def tuners() -> frozenset[str]:
@@ -134,6 +136,24 @@ def test_what_was_undone_on_purpose_stays_so_when_the_mains_come(laptop: Scene) 
         assert laptop.read(f"{CPUFREQ}/scaling_governor") == "powersave"
 
     laptop.play(story)
+
+
+def test_a_driver_and_a_disk_that_come_late_get_the_policy(tmp_path: Path) -> None:
+    late = {path: LAPTOP[path] for path in LAPTOP if path.startswith(CPUFREQ)}
+    root = make_tree(tmp_path / "root", {path: text for path, text in LAPTOP.items() if path not in late})
+    scene = Scene(root, TEXT + "[block:all]\ndevice = *\nread_ahead_kb = 4096\n", Gpus(Host(root)))
+
+    async def story() -> None:
+        make_tree(root, late)
+        await scene.newcomers.changed(batch("module", "acpi_cpufreq", "add"))
+        assert scene.read(f"{CPUFREQ}/scaling_governor") == "performance"
+        assert scene.surveys == [True]
+        make_tree(root, {f"sys/block/sda/{name}": text for name, text in DISK.items()})
+        await scene.newcomers.changed(batch("block", "sda", "add"))
+        assert scene.read("sys/block/sda/queue/read_ahead_kb") == "4096"
+        assert scene.surveys == [True]  # nobody is placed by a disk
+
+    scene.play(story)
 
 
 @pytest.mark.parametrize("how", ["woke", "online", "rescan"])

@@ -1,4 +1,4 @@
-"""GPUs and CPUs that come and go, and the mains: udev events, collected, handed on in one piece.
+"""GPUs, CPUs, disks and cpufreq drivers that come, and the mains: udev events, collected, handed on in one piece.
 
 One device makes a dozen events and a power cycle of a PCI switch makes thousands, so events are collected until none
 came for QUIET_S, at the longest for LIMIT_S, and end as one call with one Change per device. When the kernel's queue
@@ -34,14 +34,16 @@ LIMIT_S = 1.0
 AT_ONCE = 200  # events taken per turn of the loop, so that a storm does not keep others from it
 KEPT = 8  # actions of a device that flaps: the end of the story is enough
 BUFFER = 16 << 20  # bytes of the socket; the default holds a few hundred events
-SUBSYSTEMS = ("pci", "drm", "cpu", "power_supply")
+SUBSYSTEMS = ("pci", "drm", "cpu", "module", "block", "power_supply")
+CPUFREQ = re.compile(r"cpufreq|pstate")  # drivers and governors among the modules: a new policy itself has no event
+NO_DISK = re.compile(r"loop|ram|zram|zd|fd|sr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """What happened to one device, in order ("remove", "add", "bind").
 
-    `name` is the kernel's: a PCI address, "card0", "cpu3", "AC".
+    `name` is the kernel's: a PCI address, "card0", "cpu3", "acpi_cpufreq", "sda", "AC".
     """
 
     subsystem: str
@@ -67,7 +69,7 @@ class Batch:
     rescan: bool = False
 
     def of(self, subsystem: str) -> tuple[Change, ...]:
-        """The changes of "pci", "drm", "cpu" or "power_supply"."""
+        """The changes of one of SUBSYSTEMS."""
         return tuple(change for change in self.changes if change.subsystem == subsystem)
 
     def and_then(self, later: Batch) -> Batch:
@@ -82,7 +84,8 @@ class Batch:
 
 class Hotplug:
     """Watches GPUs (those of pci.WATCHED and `watch` pairs of vendor and class as
-    in "0x1234", "0x0380"), DRM cards, CPUs, and mains and batteries. `changed` runs on the loop and must not block.
+    in "0x1234", "0x0380"), DRM cards, CPUs, cpufreq drivers, disks, and mains and batteries. `changed` runs on the loop
+    and must not block.
     """
 
     def __init__(
@@ -148,6 +151,10 @@ class Hotplug:
             return
         if subsystem == "drm" and not re.fullmatch(r"card\d+|renderD\d+", name):
             return  # connectors of a card say "change" whenever a screen is plugged
+        if subsystem == "module" and (action != "add" or not CPUFREQ.search(name)):
+            return
+        if subsystem == "block" and (action != "add" or device.device_type != "disk" or NO_DISK.match(name)):
+            return
         if subsystem == "power_supply" and properties.get("POWER_SUPPLY_SCOPE") == "Device":
             return  # a mouse's battery
         actions = self._actions.setdefault((subsystem, name), [])

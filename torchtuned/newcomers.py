@@ -90,11 +90,12 @@ class Newcomers:
                 log.warning("%s", e)
 
     async def _renew(self, knobs: Sequence[str]) -> list[Row] | None:
-        """Let these knobs have the policy, where the kernel may have reset them, and look at the machine. Returns the
-        rows when some are of GPUs.
+        """Let these knobs have the policy, where the kernel may have reset them, and look at the machine, unless there
+        are only new disks. Returns the rows when some are of GPUs.
         """
         rows = await self._policy.apply(only=knobs, reassert=True) if knobs else []
-        await self._survey(cpus_moved="cpu" in knobs)
+        if not knobs or not all(knob.startswith("block/") for knob in knobs):
+            await self._survey(cpus_moved="cpu" in knobs)
         return rows if any(knob.startswith("gpu") for knob in knobs) else None
 
     async def _wait_for_drivers(self, rows: Sequence[Row] | None) -> None:
@@ -133,4 +134,6 @@ def _came_to_nothing(row: Row) -> bool:
 def _knobs(batch: Batch) -> list[str]:
     """The folders of knobs that the newcomers of a batch have."""
     gpus = [f"gpu/{change.name}" for change in batch.of("pci") if change.renewed]
-    return [*(["cpu"] if any(not change.gone for change in batch.of("cpu")) else []), *gpus]
+    disks = [f"block/{change.name}" for change in batch.of("block")]
+    cpus = batch.of("module") or any(not change.gone for change in batch.of("cpu"))
+    return [*(["cpu"] if cpus else []), *gpus, *disks]

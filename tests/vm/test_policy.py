@@ -107,6 +107,11 @@ def test_cpus_that_go_and_come_get_the_policy_again(ready: Machine) -> None:
     wait_for(ready, f"grep -x {WANTED} /sys/devices/system/cpu/cpufreq/policy7/scaling_governor")
 
 
+def test_a_driver_that_comes_late_gets_the_policy(ready: Machine) -> None:
+    ready.check("rmmod acpi_cpufreq && test ! -e /sys/devices/system/cpu/cpufreq/policy0 && modprobe acpi_cpufreq")
+    wait_for(ready, f"test $(cat /sys/devices/system/cpu/cpufreq/policy?/scaling_governor | grep -cx {WANTED}) = 8")
+
+
 def test_applied_again_after_a_reboot(ready: Machine) -> None:
     ready.reboot()
     wait_for(ready, f"{STATE} | grep ready")
