@@ -13,7 +13,7 @@ from pathlib import Path
 from fakes.fuzz import often
 from fakes.kernel import CPUFREQ, EPP, Kernel, policy
 from fakes.policy import Desk, by_knob
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchtuned.errors import Failed, HostError, Refused
@@ -232,6 +232,15 @@ class History:
 
 
 @often(1500)
+@example(  # what was drifted before a tuner came has a side effect to go back
+    [
+        ("apply", TEXTS[0], False, None),
+        ("other", (f"{CPUFREQ}/policy0/scaling_governor", "schedutil")),
+        ("apply", TEXTS[0], False, None),
+        ("tuner", TEXTS[0], "tuned", None),
+    ],
+    None,
+)
 @given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS))
 def test_every_history_ends_with_the_machines_own_values(operations: list[tuple], text: str | None) -> None:  # type: ignore[type-arg]
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))

@@ -100,11 +100,13 @@ class Changes:
             entry = entries.get(knob)
             if entry is None or entry.state is State.LEFT:
                 continue
+            if entry.state is State.DRIFTED:  # it was somebody else's before, and so it is afterwards
+                if not any(companion.apart for companion in entry.companions):
+                    tell(knob, entry.written, entry.written, why)
+                    del entries[knob]
+                continue
             tell(knob, entry.written, entry.written, why)
-            if entry.state is State.DRIFTED:
-                del entries[knob]  # it was somebody else's before
-            else:
-                entries[knob] = replace(entry, state=State.LEFT)
+            entries[knob] = replace(entry, state=State.LEFT)
         self.settle(entries)
 
     def forget(self, knobs: Mapping[str, str]) -> None:
