@@ -157,6 +157,8 @@ def test_an_interrupt_while_the_program_is_loaded_ends_it_without_a_traceback(na
     for module in ("run", "cli"):
         (tmp_path / "torchtuned" / module).mkdir(parents=True)
         (tmp_path / "torchtuned" / module / "main.py").write_text("import signal; signal.raise_signal(signal.SIGINT)\n")
+        for package in (tmp_path / "torchtuned", tmp_path / "torchtuned" / module):
+            (package / "__init__.py").touch()  # else an installed package goes before it
     words = ["/usr/bin/python3", str(TOP / "bin" / name)]
     options: dict[str, Any] = {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "capture_output": True, "text": True}
     done = subprocess.run(words, check=False, **options)
@@ -327,6 +329,7 @@ def test_in_a_bare_chroot_a_job_runs_where_it_may_with_one_line(tmp_path: Path) 
     done = subprocess.run(
         [*own, sys.executable, "-I", "-c", BARE, str(root), *RUN], capture_output=True, text=True, timeout=60
     )
+    assert done.returncode == 0, done.stderr
     mask, ran = done.stdout.splitlines()
     assert ran == f"1 {mask}"
     (note,) = done.stderr.splitlines()
