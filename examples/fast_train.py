@@ -121,7 +121,7 @@ def main():
     train_loader = DataLoader(training_set, batch_size=64, shuffle=sampler is None, sampler=sampler, **loading)
     val_loader = DataLoader(Pictures(args.samples // 4), batch_size=64, **loading)
     criterion = nn.CrossEntropyLoss()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-4, fused=gpu)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=1e-4, **({"fused": True} if gpu else {}))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=1e-2, epochs=args.epochs, steps_per_epoch=len(train_loader)
     )

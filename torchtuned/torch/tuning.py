@@ -120,11 +120,14 @@ def _set_by_user(environ: Mapping[str, str], now: int, place: Place) -> str:
 
 
 def _own_choices(place: Place) -> set[int]:
-    """The numbers that torch and its OpenMP choose by themselves: CPUs or cores, of the mask or of the machine."""
+    """The numbers that torch and its OpenMP choose by themselves: CPUs or cores, of the mask or of the machine, or half
+    of the CPUs, as Debian 12's torch does.
+    """
     machine = range(os.cpu_count() or 1)
     quota = cpu_quota(Path("/"))
     limited = {max(1, int(quota))} if quota is not None else set()
-    return {len(place.cpus), count_cores(place.cpus), len(machine), count_cores(machine)} | limited
+    half = max(1, len(machine) // 2)
+    return {len(place.cpus), count_cores(place.cpus), len(machine), count_cores(machine), half} | limited
 
 
 def _torchrun_chose(environ: Mapping[str, str]) -> bool:
