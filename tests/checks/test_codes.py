@@ -883,7 +883,7 @@ def test_t26_nothing_here_reloads_systemd() -> None:
             {"proc/self/cgroup": "0::/system.slice/slurmd.service\n"},
             "sudo systemctl edit slurmd.service: [Service] LimitNOFILE=524288",
         ),
-        ({}, "echo 'ann - nofile 524288' | sudo tee /etc/security/limits.d/torchtuned-nofile.conf"),
+        ({}, "echo 'ann - nofile 524288' | sudo tee /etc/security/limits.d/torchtuned-nofile-ann.conf"),
     ],
 )
 def test_t27_which_file_to_edit(tmp_path: Path, files: dict[str, str], where: str) -> None:

@@ -175,4 +175,5 @@ def _where(machine: Machine, item: str, directive: str, value: str) -> str:
         return f"sudo systemctl edit {unit}: [Service] {directive}={value}; then sudo systemctl restart {unit}"
     who = user_name(machine, uid(machine) or 0)
     limit_value = "unlimited" if value == "infinity" else value
-    return f"echo '{who} - {item} {limit_value}' | sudo tee {LIMITS_D}/torchtuned-{item}.conf  # then log in again"
+    file = f"{LIMITS_D}/torchtuned-{item}-{who}.conf"
+    return f"echo '{who} - {item} {limit_value}' | sudo tee {file}  # then log in again"
