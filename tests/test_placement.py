@@ -316,7 +316,7 @@ def test_nothing_free_is_shared_with_the_least_loaded_job(tmp_path: Path) -> Non
     third = place(found, jobs, Request(gpus=()))
     assert (third.shared, format_list(third.cpus), third.threads) == (True, "0-5", 3)
     (warning,) = third.warnings
-    assert warning.startswith("no core is free: CPUs 0-5 are shared with 1 other job, 3 threads for each;")
+    assert warning.startswith("no core is free: CPUs 0-5 are shared with 1 other job, 3 threads for this one;")
     assert all(remedy in warning for remedy in ("--cpus N", "slots", "--wait"))
     fourth = place(found, [*jobs, third], Request(gpus=()))
     assert (format_list(fourth.cpus), fourth.threads) == ("6-9", 2)

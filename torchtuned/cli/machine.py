@@ -60,7 +60,7 @@ def topology(args: argparse.Namespace) -> int:
         ("CPUs you may use", _cpus(found.allowed)),
         ("Isolated CPUs", format_list(found.isolated) or "none"),
         ("Cores", f"{len(found.cores)}, {_threads(found)}"),
-        ("Packages", "; ".join(map(format_list, found.packages)) or "unknown"),
+        ("Packages", "; ".join(f"CPUs {format_list(cpus)}" for cpus in found.packages) or "unknown"),
         ("L3 caches", "; ".join(map(format_list, found.l3)) or "unknown"),
     ]
     rows += [

@@ -98,7 +98,7 @@ class Space:
         threads = max(1, len(cores) // (jobs + 1))
         self.warn(
             f"{whose}no core is free: CPUs {format_list(cpus_of(cores))} are shared with {jobs} other "
-            f"job{'' if jobs == 1 else 's'}, {threads} thread{'' if threads == 1 else 's'} for each; {REMEDY}"
+            f"job{'' if jobs == 1 else 's'}, {threads} thread{'' if threads == 1 else 's'} for this one; {REMEDY}"
         )
 
     def counted(self, free: Sequence[Piece]) -> tuple[str, int]:
