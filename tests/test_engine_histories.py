@@ -241,6 +241,14 @@ class History:
     ],
     None,
 )
+@example(  # and so has what was changed before the tuner came and is set anew afterwards
+    [
+        ("apply", TEXTS[0], False, None),
+        ("other", (f"{CPUFREQ}/policy0/scaling_governor", "schedutil")),
+        ("tuner", TEXTS[0], "tuned", None),
+    ],
+    TEXTS[0],
+)
 @given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS))
 def test_every_history_ends_with_the_machines_own_values(operations: list[tuple], text: str | None) -> None:  # type: ignore[type-arg]
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))

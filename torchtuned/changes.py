@@ -38,15 +38,18 @@ class Changes:
 
     def make(self, cases: Sequence[Case], survey: Survey) -> list[Row]:
         """Write the targets of all cases: one write of the ledger before them, one after."""
-        before = dict(self.ledger.entries)
+        before, stale = dict(self.ledger.entries), dict[str, Entry]()
         for case in cases:
             if case.knob.id in before and before[case.knob.id].stale(case.current):
-                del before[case.knob.id]  # what is there now is the original
+                stale[case.knob.id] = before.pop(case.knob.id)  # what is there now is the original
         entries, rows = dict(before), []
         ready: list[Case] = []
         for case in cases:
             try:
-                entries[case.knob.id] = self._entry(case, case.verdict.targets[0], before.get(case.knob.id))
+                new = self._entry(case, case.verdict.targets[0], before.get(case.knob.id))
+                if case.knob.id in stale:
+                    new = replace(new, companions=_inherited(new.companions, stale[case.knob.id].companions))
+                entries[case.knob.id] = new
                 ready.append(case)
             except (HostError, Hung) as error:
                 rows.append(case.row(Outcome.FAILED, f"cannot read what it would change: {error}"))
@@ -342,3 +345,9 @@ def refusal(case: Case, error: HostError | Hung) -> Row:
     if isinstance(error, Missing) or error.errno in NOT_OFFERED:
         return case.row(Outcome.UNSUPPORTED, error.what)
     return case.row(Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED, f"the kernel refused: {error.what}")
+
+
+def _inherited(companions: Iterable[Companion], earlier: Iterable[Companion]) -> tuple[Companion, ...]:
+    """Side effects of ours that nobody touched since have the original that they had then."""
+    left = {(companion.path, companion.after): companion.original for companion in earlier if companion.apart}
+    return tuple(replace(c, original=left.get((c.path, c.original), c.original)) for c in companions)
