@@ -249,15 +249,6 @@ class History:
     ],
     TEXTS[0],
 )
-@example(  # a crash on the way back, and then somebody changes what goes along
-    [
-        ("apply", TEXTS[1], True, None),
-        ("apply", TEXTS[0], False, Fault("kill", 0)),
-        ("apply", TEXTS[0], False, Fault("kill", 1)),
-        ("other", ("/proc/sys/vm/dirty_ratio", "15")),
-    ],
-    TEXTS[1],
-)
 @given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS))
 def test_every_history_ends_with_the_machines_own_values(operations: list[tuple], text: str | None) -> None:  # type: ignore[type-arg]
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))

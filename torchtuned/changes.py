@@ -121,15 +121,8 @@ class Changes:
         self.settle({knob: entry for knob, entry in self.ledger.entries.items() if knob not in knobs})
 
     def _entry(self, case: Case, target: str, earlier: Entry | None) -> Entry:
-        knob = case.knob
-        written = knob.predict(self.host, target)
-        if earlier and case.current != earlier.original:
-            companions = earlier.companions
-        else:
-            companions = self.deadline.run(knob.id, lambda: knob.companions(self.host, target), knob.patience)
+        written = case.knob.predict(self.host, target)
         if earlier:
-            if case.current == earlier.original:  # nothing of ours is in force: somebody may have changed the others
-                companions = _inherited(companions, earlier.companions)
             previous = case.current if earlier.ours(case.current) else earlier.previous
             return replace(
                 earlier,
@@ -139,10 +132,11 @@ class Changes:
                 state=State.PENDING,
                 when=case.wish.when,
                 source=case.wish.source,
-                companions=companions,
             )
+        knob = case.knob
+        companions = self.deadline.run(knob.id, lambda: knob.companions(self.host, target), knob.patience)
         return Entry(
-            knob=knob.id,
+            knob=case.knob.id,
             original=case.current,
             written=written,
             asked=target,
