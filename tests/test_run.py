@@ -130,6 +130,7 @@ def test_the_terminal_is_the_commands() -> None:
     """In a terminal of its own: the command is the foreground job, and Ctrl-C reaches it."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nohup and the like ignore it
         os.execv(
             RUN[0], [*RUN, "--quiet", "sh", "-c", "trap 'echo caught; exit 3' INT; tty; ps -o stat= -p $$; read x"]
         )
@@ -495,6 +496,7 @@ def test_report_in_a_terminal_interrupts_once() -> None:
     script = "n=0; trap 'n=$((n+1))' INT; echo ready; sleep 0.5; sleep 0.3; echo $n interrupts; exit $n"
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execv(RUN[0], [*RUN, "--report", "--quiet", "sh", "-c", script])
     seen = b""
     while b"ready" not in seen:
