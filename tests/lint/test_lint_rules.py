@@ -642,3 +642,19 @@ def train_one_epoch(model, data_loader, optimizer, device, loss_scaler):
     assert codes(tmp_path, text) == ["TL007"]
     assert codes(tmp_path, text.replace("loss_scaler(loss, optimizer)", "accelerator.backward(loss)")) == ["TL007"]
     assert codes(tmp_path, text.replace("loss_scaler(loss, optimizer)", "record(loss, optimizer)")) == []
+
+
+def test_a_name_that_is_made_of_itself_costs_no_finding(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch.utils.data import DataLoader
+
+options = {}
+options = {"num_workers": 2} if torch.cuda.is_available() else options
+model = torch.nn.Linear(2, 2).cuda()
+for x, y in DataLoader(FOLDER, **options):
+    loss = model(x.cuda()).sum()
+    loss.backward()
+    print(loss.item())
+"""
+    assert "TL007" in codes(tmp_path, text)

@@ -92,7 +92,7 @@ def apt(machine: Machine) -> str:
     """All of apt's configuration, without comments."""
     folder = "/etc/apt/apt.conf.d"
     names = [f"{folder}/{name}" for name in machine.host.list(folder) if "." not in name or name.endswith(".conf")]
-    text = "\n".join(machine.text(path) for path in ["/etc/apt/apt.conf", *names])
+    text = "\n".join(machine.text(path) for path in [*names, "/etc/apt/apt.conf"])
     return re.sub(r"/\*.*?\*/|(?<!:)//.*?$|^\s*#.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 

@@ -84,10 +84,12 @@ def _arguments(module: Module, node: ast.Call) -> Arguments:
     return Arguments(given, unknown)
 
 
-def _keys(module: Module, node: ast.expr) -> set[str] | None:
-    """The keys that a `**` argument may hold; None when they cannot be told."""
+def _keys(module: Module, node: ast.expr, depth: int = 6) -> set[str] | None:
+    """The keys that a `**` argument may hold; None when they cannot be told, as where a name is made of itself."""
+    if not depth:
+        return None
     if isinstance(node, ast.IfExp):
-        one, two = _keys(module, node.body), _keys(module, node.orelse)
+        one, two = _keys(module, node.body, depth - 1), _keys(module, node.orelse, depth - 1)
         return None if one is None or two is None else one | two
     if isinstance(node, ast.Dict):
         keys = {constant(item) for item in node.keys}
@@ -101,20 +103,20 @@ def _keys(module: Module, node: ast.expr) -> set[str] | None:
         return None
     found: set[str] = set()
     for what in bound:
-        keys_here = _keys(module, what) if isinstance(what, ast.expr) and what is not node else None
+        keys_here = _keys(module, what, depth - 1) if isinstance(what, ast.expr) and what is not node else None
         if keys_here is None:
             return None
         found |= keys_here
     scope = enclosing_function(module, node)
     for part in ast.walk(scope):
-        more = _added(module, part, node.id)
+        more = _added(module, part, node.id, depth - 1)
         if more is None:
             return None
         found |= more
     return found
 
 
-def _added(module: Module, part: ast.AST, name: str) -> set[str] | None:
+def _added(module: Module, part: ast.AST, name: str, depth: int) -> set[str] | None:
     """Keys that a statement adds to the dictionary `name` (`name["x"] = …`, `name.update(…)`)."""
     if isinstance(part, ast.Subscript) and isinstance(part.value, ast.Name) and part.value.id == name:
         return {str(constant(part.slice))} if isinstance(part.ctx, ast.Store) else set()
@@ -124,7 +126,7 @@ def _added(module: Module, part: ast.AST, name: str) -> set[str] | None:
             if isinstance(argument, ast.Name) and argument.id == name:
                 return None
             named = {item.arg for item in part.keywords}
-            keys = _keys(module, argument) if argument is not None else set()
+            keys = _keys(module, argument, depth) if argument is not None else set()
             return None if keys is None or None in named else keys | {str(item) for item in named}
     return set()
 
