@@ -153,6 +153,11 @@ def test_tt002_only_the_file_is_newer(make: Make) -> None:
     assert f"module on disk {NEWER}" in finding.evidence
 
 
+def test_tt002_gpudirect_storage_is_not_the_driver(make: Make) -> None:
+    findings, _ = check(make({"var/lib/dkms/nvidia-fs/2.22.3/6.1.0-18-amd64/x86_64/log/make.log": ""}))
+    assert findings == []
+
+
 def test_tt002_the_version_that_dkms_built(make: Make) -> None:
     finding = only(make({f"var/lib/dkms/nvidia-current/{NEWER}/6.1.0-18-amd64/x86_64/log/make.log": ""}), "TT002")
     assert f"module on disk {NEWER}" in finding.evidence

@@ -70,6 +70,18 @@ def test_the_file_is_for_root_and_no_link_is_followed(tmp_path: Path) -> None:
     assert (tmp_path / "jobs.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_what_all_may_read_is_written_when_a_place_changes_and_not_when_a_job_does(tmp_path: Path) -> None:
+    table = Jobs(tmp_path / "jobs.json")
+    table.put(job(state=State.GRANTED, scope=""))
+    placed = tmp_path / "placed.json"
+    assert [entry["pid"] for entry in json.loads(placed.read_text())["jobs"]] == [1001]
+    placed.unlink()
+    table.put(job())
+    assert not placed.exists()
+    table.drop("1")
+    assert json.loads(placed.read_text())["jobs"] == []
+
+
 def test_a_change_that_cannot_be_recorded_does_not_happen(tmp_path: Path) -> None:
     table = Jobs(tmp_path / "jobs.json")
     table.put(job())

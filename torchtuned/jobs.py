@@ -96,6 +96,7 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._lines: dict[str, str] = {}
         self._public: dict[str, str] = {}  # of those that have a grant
+        self._placed = ""  # what lies there for all to read
         self._next = 1
 
     def __len__(self) -> int:
@@ -186,8 +187,11 @@ class Jobs:
         replace_file(self.path, table, mode=0o600, sync=False)
         lines = ",\n".join(self._public.values())
         public = f'{{"schema":{SCHEMA},"jobs":[\n{lines}\n]}}\n'
+        if public == self._placed:  # a job changes more often than its place
+            return
         try:
             replace_file(self.path.with_name(PLACED), public, mode=0o644, sync=False)
+            self._placed = public
         except OSError as e:  # no reason to refuse a job
             log.warning("%s: cannot be written: %s", PLACED, e.strerror)
 

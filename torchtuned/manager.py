@@ -238,11 +238,14 @@ class Manager:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
         self._followed()
-        self._tasks.spawn(self._adopt_self_placed(after_s=LATE_S))
+        self._tasks.spawn(self._adopt_late())
 
-    async def _adopt_self_placed(self, *, after_s: float = 0.0) -> None:
+    async def _adopt_late(self) -> None:
+        await asyncio.sleep(LATE_S)
+        await self._adopt_self_placed()
+
+    async def _adopt_self_placed(self) -> None:
         """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs."""
-        await asyncio.sleep(after_s)
         async with self._reading:
             for found in await asyncio.to_thread(self._tables.read, self.topology):
                 if not self._adopt_one(found):

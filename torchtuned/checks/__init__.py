@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from torchtuned.checks import (  # each registers its checks
+from torchtuned.checks import (  # noqa: F401  each registers its checks
     cgroups,
     container,
     cudastart,
@@ -30,28 +30,7 @@ from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.wording import nearest
 
-FAMILIES = (
-    *(
-        cgroups,
-        container,
-        cudastart,
-        cudause,
-        dataset,
-        desktop,
-        driver,
-        gpu,
-        kernel,
-        limits,
-        memory,
-        network,
-        power,
-        storage,
-    ),
-    *(upgrades, wheel, xid),
-)
-
 __all__ = [
-    "FAMILIES",
     "REGISTRY",
     "Check",
     "Machine",

@@ -187,7 +187,7 @@ def modules(host: Host, kernel: str) -> list[str]:
 def module_version(host: Host, kernel: str) -> str:
     """The version of the module on disk for a kernel: what DKMS built, else what the file says; "" if not known."""
     for name in host.list("/var/lib/dkms"):
-        if name == "nvidia" or name.startswith("nvidia-"):
+        if MODULE.fullmatch(f"{name}.ko"):  # nvidia-fs is none
             for version in host.list(f"/var/lib/dkms/{name}"):
                 if version[:1].isdigit() and host.exists(f"/var/lib/dkms/{name}/{version}/{kernel}"):
                     return version

@@ -63,13 +63,7 @@ def unit_runs(machine: Machine, unit: str) -> bool:
 
 def unit_enabled(machine: Machine, unit: str) -> bool:
     """Whether something starts the unit at boot, and it is not masked."""
-    for folder in UNIT_FOLDERS:
-        try:
-            if machine.host.link(f"{folder}/{unit}") == "/dev/null":
-                return False
-        except HostError:
-            pass
-    return any(
+    return not masked(machine, unit) and any(
         unit in machine.host.list(f"{folder}/{wants}")
         for folder in UNIT_FOLDERS
         for wants in machine.host.list(folder)
@@ -118,10 +112,13 @@ def user_name(machine: Machine, uid: int) -> str:
 
 
 def unit_of(machine: Machine, process: str) -> str:
-    """The innermost systemd unit that a process belongs to, "" where its cgroup names none."""
+    """The innermost unit of PID 1's that a process belongs to, "" where its cgroup names none. What is beneath a user's
+    manager is that user's.
+    """
     places = re.findall(r"^(?:0:|\d+:name=systemd):(/.*)$", machine.text(f"/proc/{process}/cgroup"), re.MULTILINE)
     units = [part for place in places[:1] for part in place.split("/") if part.endswith((".service", ".scope"))]
-    return units[-1] if units else ""
+    manager = next((unit for unit in units if unit.startswith("user@")), "")
+    return manager or (units[-1] if units else "")
 
 
 def module_option(option: str, file: str, module: str = "nvidia") -> str:

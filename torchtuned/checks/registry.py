@@ -24,7 +24,6 @@ HEALTH = (
     "name",
     "persistence_mode",
     "utilization",
-    "pstate",
     "throttle",
     "power_limit",
     "power_default",

@@ -96,15 +96,18 @@ def reboot_required(machine: Machine) -> Iterator[Seen | Unseen]:
     source="docker/for-linux#813",
 )
 def needrestart(machine: Machine) -> Iterator[Seen | Unseen]:
-    """needrestart in automatic mode ('a') restarts services after each upgrade, without asking."""
+    """needrestart in automatic mode ('a') restarts services after each upgrade unasked. The last line counts."""
     folder = "/etc/needrestart/conf.d"
-    paths = ["/etc/needrestart/needrestart.conf", *(f"{folder}/{name}" for name in machine.host.list(folder))]
-    for path in paths:
-        if re.search(r"^\s*\$nrconf\{restart\}\s*=\s*['\"]a['\"]", machine.text(path), re.MULTILINE):
-            yield Seen(
-                evidence=f"{path}: $nrconf{{restart}} = 'a'",
-                fix=f"echo \"\\$nrconf{{restart}} = 'l';\" | sudo tee {folder}/torchtuned.conf",
-            )
+    names = [name for name in machine.host.list(folder) if name.endswith(".conf")]
+    where = mode = ""
+    for path in ["/etc/needrestart/needrestart.conf", *(f"{folder}/{name}" for name in names)]:
+        for found in re.findall(r"^\s*\$nrconf\{restart\}\s*=\s*['\"](\w)['\"]", machine.text(path), re.MULTILINE):
+            where, mode = path, found
+    if mode == "a":
+        yield Seen(
+            evidence=f"{where}: $nrconf{{restart}} = 'a'",
+            fix=f"echo \"\\$nrconf{{restart}} = 'l';\" | sudo tee {folder}/zz-torchtuned.conf",
+        )
 
 
 @rule(

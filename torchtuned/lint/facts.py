@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .names import Module, Symbol, bases
 
@@ -22,8 +22,7 @@ _OWN_LOOPS = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "lightning.
 _EPOCH = re.compile(r"epoch|(^|_)eps?$", re.IGNORECASE)
 _LOSS_SCALER = re.compile(r"(^|_)(loss|grad)_?scaler$", re.IGNORECASE)
 _DEVICE = re.compile(r"device|cuda|gpu|(local_)?rank$|(^|_)dev$", re.IGNORECASE)
-_NO_GPU_NEEDED = frozenset({"manual_seed", "manual_seed_all", "seed", "is_available", "get_rng_state", "set_rng_state"})
-_ASKS_FOR_GPU = frozenset({"is_available"})
+_NO_GPU_NEEDED = frozenset({"manual_seed", "manual_seed_all", "seed", "get_rng_state", "set_rng_state"})
 _LOW_PRECISION = frozenset(
     {"autocast", "GradScaler", "half", "bfloat16", "float16", "fp16", "bf16", "use_fp16", "use_amp", "apex"}
 )
@@ -50,7 +49,7 @@ class Facts:
     scheduled: bool = False
     benchmark: bool = False
     accumulates: bool = False
-    graph_safe: bool = field(default=False)  # deterministic runs were asked for
+    graph_safe: bool = False  # deterministic runs were asked for
 
     def join(self, other: Facts) -> None:
         vars(self).update({name: True for name, known in vars(other).items() if known})
@@ -132,7 +131,7 @@ def _from_attribute(facts: Facts, module: Module, node: ast.Attribute) -> None:
     dotted = module.dotted(node)
     facts.compiled |= dotted == "torch.compile"
     if dotted.startswith(("torch.cuda.", "torch.accelerator.", "torch.xpu.")):
-        facts.gpu |= dotted.split(".")[2] not in _NO_GPU_NEEDED - _ASKS_FOR_GPU
+        facts.gpu |= dotted.split(".")[2] not in _NO_GPU_NEEDED
 
 
 def _from_word(facts: Facts, name: str) -> None:
