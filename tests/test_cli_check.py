@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes.schema import fits, schema
 from fakes.sound import CG, SESSION, A, B, build
 
-from torchtuned.checks import REGISTRY, reading
+from torchtuned.checks import REGISTRY, Running, reading
+from torchtuned.cli import check
 from torchtuned.cli import main as cli
 from torchtuned.cli.check import running
+from torchtuned.findings import Action, Finding, Severity, Unchecked
+
+FOUND = Finding(
+    code="TT048", severity=Severity.WARNING, action=Action.ASK, title="t", evidence="", cost="c", fix="f", source="s"
+)
 
 SHM = {"proc/sys/vm/overcommit_memory": "2\n", "proc/sys/vm/max_map_count": "65530\n"}
 
@@ -195,3 +202,19 @@ def test_jobs_out_of_the_daemons_objects() -> None:
     }
     [found] = running(objects)
     assert (found.id, found.pid, found.cpus, found.gpus) == ("7", 4000, frozenset(range(4)), ("0000:01:00.0",))
+
+
+@pytest.mark.parametrize(("uid", "seen"), [(1000, ["7"]), (1001, ["8"]), (0, ["7", "8"])])
+def test_what_concerns_a_job_is_for_its_user_and_for_root_and_told_once(
+    uid: int, seen: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [Running(id=number, pid=4000, uid=owner) for number, owner in (("7", 1000), ("8", 1001))]
+    found = [replace(FOUND, job=job.id, evidence=f"in {job.id}") for job in jobs]
+    theirs = [finding.document() for finding in found if uid in (0, {"7": 1000, "8": 1001}[finding.job])]
+    unsure = [Unchecked(code=FOUND.code, because="another user's")]
+    monkeypatch.setattr(check.checks, "run_checks", lambda *_, **__: (found, unsure))
+    monkeypatch.setattr(check, "_ask_daemon", lambda: (jobs, frozenset(), theirs))
+    monkeypatch.setattr(check.os, "getuid", lambda: uid)
+    monkeypatch.setattr("sys.argv", ["torchtuned", "check", "--json"])
+    cli.main()
+    assert [item["job"] for item in json.loads(capsys.readouterr().out)["findings"]] == seen

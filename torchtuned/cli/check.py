@@ -93,11 +93,14 @@ def _run(args: argparse.Namespace, host: Host, only: Sequence[str] | None) -> tu
             jobs = None  # each check that needs them says so
     options = {"python": args.python, "data": args.data}
     findings, unseen = checks.run_checks(host, Gpus(host), only, ours=ours, jobs=jobs, watch=watched(host), **options)
-    found = [finding.document() for finding in findings]
+    mine = {job.id for job in jobs or () if os.getuid() in (0, job.uid)}  # the rest is for their users, as on the bus
+    found = [finding.document() for finding in findings if not finding.job or finding.job in mine]
+    told = {(document["code"], document["evidence"]) for document in found}
     unsure = {item.code for item in unseen}
     for document in theirs:
         # what was looked at here is fresher, and in the user's own words; the rest only the daemon could see or knows
-        if document["code"] in unsure or (only is None and document["code"] not in checks.REGISTRY):
+        wanted = document["code"] in unsure or (only is None and document["code"] not in checks.REGISTRY)
+        if wanted and (document["code"], document["evidence"]) not in told:
             found.append(document)
     found.sort(key=lambda document: (_rank(document), document["code"]))
     return found, [item.document() for item in unseen]
