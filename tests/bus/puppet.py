@@ -2,6 +2,7 @@
 
     ["pid"]  ["register", pid, request]  ["call", path, interface, member, signature, arguments…]
     ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
+    ["everyone", path, interface, member] (the same call over each of those)
     ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
     ["lie", member, signature, arguments] (a signal as if from PID 1)
 
@@ -109,6 +110,11 @@ class Puppet:
             except DaemonUnreachable:
                 break
         return len(self.buses)
+
+    async def everyone(self, path: str, interface: str, member: str) -> int:
+        """The same call over all connections at once; how many were answered."""
+        calls = (bus.call("org.torchtuned1", path, interface, member, timeout_s=60) for bus in self.buses)
+        return len(await asyncio.gather(*calls))
 
     async def pin(self, cpus: str) -> str:
         wanted = parse_list(cpus) & os.sched_getaffinity(0)  # a machine in a folder may have more than there are here

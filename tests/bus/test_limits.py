@@ -4,7 +4,10 @@ a real second user, with a PID 1 that would do as it is told.
 
 from __future__ import annotations
 
+import contextlib
+import pwd
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -14,6 +17,7 @@ from harness import GPU, MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus, Service
 
 Start = Callable[..., Daemon]
 Fake = Callable[..., Service]
+CROWD = ("daemon", "bin", "sys", "games", "man")  # Debian has them everywhere
 SESSION = "/user.slice/user-1000.slice/session-3.scope"
 MINE = f"sys/fs/cgroup{SESSION}"
 LIMITS = {
@@ -100,15 +104,23 @@ def test_gpus_of_another_cannot_be_had(bus: PrivateBus, daemon: Start, tree: Pat
         assert bus.get(f"{ROOT}/gpus/{address.translate(str.maketrans(':.', '__'))}", GPU, "Job") == path
 
 
-def test_as_many_connections_as_a_user_may_have(bus: PrivateBus, daemon: Start, tree: Path) -> None:
-    """The daemon serves others meanwhile, and keeps nothing of them."""
+def test_a_thousand_connections(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """All of them ask at once, a job starts among them, and the daemon keeps nothing of them.
+
+    Of five users, because the bus gives 256 connections to each.
+    """
     one = daemon("--sysroot", tree)
     one.wait_for("ready")
     process = psutil.Process(one.process.pid)
     before = process.num_fds()
-    with bus.user(OTHER) as crowd, bus.user(USER) as job:
-        assert crowd.do("open", 240) == 240  # of the 256 that the bus gives to one user
-        assert job.start({"cpus": "1"})[1]["state"] == "running"
+    with contextlib.ExitStack() as stack:
+        crowds = [stack.enter_context(bus.user(pwd.getpwnam(name).pw_uid)) for name in CROWD]
+        job = stack.enter_context(bus.user(USER))
+        assert [crowd.do("open", 200) for crowd in crowds] == [200] * len(CROWD)
+        with ThreadPoolExecutor() as pool:
+            asked = [pool.submit(crowd.do, "everyone", ROOT, MANAGER, "Plan") for crowd in crowds]
+            assert job.start({"cpus": "1"})[1]["state"] == "running"
+            assert [answer.result() for answer in asked] == [200] * len(CROWD)
     one.wait_for("0 jobs")
     assert process.num_fds() == before
 
