@@ -43,6 +43,21 @@ def test_columns_count_characters(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ":2:13: TL012" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mark", ["\f", "\v", "\x1c", "\x85", "\u2028"])
+def test_lines_are_those_of_python(tmp_path: Path, capsys: pytest.CaptureFixture[str], mark: str) -> None:
+    """A form feed and its like, in a comment, end a line for str.splitlines() alone."""
+    text = f"import torch\n# part{mark} 2 {mark}\nx = 'äöü€'; torch.autograd.set_detect_anomaly(True)\n"
+    (tmp_path / "a.py").write_text(text, encoding="utf-8")
+    main([str(tmp_path)])
+    assert ":3:13: TL012" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_lines_that_end_as_on_other_systems(tmp_path: Path, end: str) -> None:
+    (tmp_path / "a.py").write_bytes((FAULT.rstrip("\n") + "  # noqa: TL012\n").replace("\n", end).encode())
+    assert main([str(tmp_path)]) == 0
+
+
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.py").write_text(FAULT)
     (tmp_path / "b.py").write_text("def f(:\n")
@@ -120,7 +135,9 @@ def test_a_notebook_is_not_read_as_python(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out
     assert out.startswith(f"{path}: a notebook")
     assert out.endswith("nothing found in 0 files, 1 not readable\n")
-    assert main([str(tmp_path)]) == 0  # a folder is searched for Python files
+    assert main([str(tmp_path)]) == 2  # a folder is searched for Python files
+    out, err = capsys.readouterr()
+    assert (out, "no Python file to read" in err, "nbconvert" in err) == ("", True, True)
 
 
 def test_very_large_files_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +201,7 @@ def test_folders_that_are_nobody_s_code(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text(FAULT)
     (tmp_path / "env" / "pyvenv.cfg").touch()
-    assert main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 2  # nothing to read
     assert main([str(tmp_path / "build" / "a.py")]) == 1  # named by the user
 
 
@@ -192,6 +209,8 @@ def test_what_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)
+    assert main([str(tmp_path)]) == 2
+    (tmp_path / "a.py").write_text("import torch\n")
     assert main([str(tmp_path)]) == 0
 
 

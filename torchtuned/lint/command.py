@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="torchtuned lint",
         description="Find what keeps a PyTorch training script waiting. Reads the code, never runs it.",
-        epilog="Exit status: 0 nothing found, 1 findings or files that cannot be read as Python, 2 usage. "
+        epilog="Exit status: 0 nothing found, 1 findings or files that cannot be read as Python, 2 usage or "
+        "nothing to read. "
         "`# noqa: TL007` on a line silences a rule there, a bare `# noqa` all.",
     )
     options(parser)
@@ -80,6 +81,13 @@ def run(args: argparse.Namespace) -> int:
         result = lint([Path(path) for path in args.paths], hinted=args.hints)
     finally:
         gc.enable()
+    if not result.files:
+        print(
+            f"torchtuned lint: {' '.join(args.paths)}: no Python file to read (of a notebook,"
+            " `jupyter nbconvert --to script` makes one)",
+            file=sys.stderr,
+        )
+        return 2
     print(as_json(result) if args.json else as_text(result))
     return 1 if result.findings or result.errors else 0
 

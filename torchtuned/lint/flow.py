@@ -39,6 +39,11 @@ def key(node: ast.AST) -> str:
     return ""
 
 
+def method(node: ast.AST) -> str:
+    """The name of the method (or of the module's function) that a call calls, "" for anything else."""
+    return node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+
+
 def models(module: Module) -> frozenset[str]:
     """Names that are treated as models: put into a mode, asked for parameters, or called what everybody calls them."""
     found = {"model", "net", "self.model", "self.net"}
@@ -53,7 +58,7 @@ def loss_expression(module: Module, call: ast.Call) -> ast.expr | None:
     function = call.func
     if isinstance(function, ast.Attribute) and function.attr == "backward":
         inner = function.value
-        if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr == "scale":
+        if isinstance(inner, ast.Call) and method(inner) == "scale":
             return inner.args[0] if inner.args else None
         if not call.args or isinstance(inner, ast.Call | ast.BinOp) or _holds_loss(module, inner):
             return inner
@@ -154,7 +159,7 @@ class Flow:
             return False
         if isinstance(value.func, ast.Name) and value.func.id in (_BUILTINS | _PASSING) - {"sum"}:
             return False
-        return not (isinstance(value.func, ast.Attribute) and value.func.attr in _LEAVES | {"get", "pop", "next"})
+        return method(value) not in _LEAVES | {"get", "pop", "next"}
 
     def _foreign(self, call: ast.Call) -> bool:
         return self.module.dotted(call.func).split(".")[0] in _FOREIGN
@@ -209,13 +214,10 @@ class Flow:
             self._block([*node.orelse, *node.finalbody])
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             self._block(node.body)
-        elif isinstance(node, ast.Assign):
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             self._look(node.value)
-            for target in node.targets:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 self._assign(target, node.value)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            self._look(node.value)
-            self._assign(node.target, node.value)
         elif isinstance(node, ast.AugAssign):
             self._look(node.value)
             name = key(node.target)
@@ -229,42 +231,29 @@ class Flow:
                 expression = loss_expression(self.module, node.value)
                 if expression is not None and key(expression) in self.losses:
                     self.state[key(expression)] = SURE
-        elif isinstance(node, ast.Assert | ast.Raise):
-            pass  # a check that somebody asked for
+        # nothing of assert and raise: a check that somebody asked for
 
-    def _loop(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.For | ast.AsyncFor):
-            self._look(node.iter)
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        self._look(node.test if isinstance(node, ast.While) else node.iter)
+        if not isinstance(node, ast.While):
             self._bind_items(node.target, node.iter)
-            body = node.body
-        elif isinstance(node, ast.While):
-            self._look(node.test)
-            body = node.body
-        else:
-            return
         before = dict(self.state)
-        self._block(body)
+        self._block(node.body)
         self._merge(before)
 
     def _bind_items(self, target: ast.expr, iterable: ast.expr) -> None:
         grade = min(self.grade(iterable), MAYBE)
         parts = target.elts if isinstance(target, ast.Tuple) else [target]
-        if (
-            isinstance(iterable, ast.Call)
-            and isinstance(iterable.func, ast.Attribute)
-            and iterable.func.attr == "items"
-        ):
-            parts = parts[-1:]
-        for part in parts:
+        for part in parts[-1:] if method(iterable) == "items" else parts:
             self._set(part, grade)
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         grade = self.grade(value)
         if isinstance(target, ast.Tuple | ast.List):
-            same = isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts)
+            values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
             for index, part in enumerate(target.elts):
-                if same and isinstance(value, ast.Tuple | ast.List):
-                    self._assign(part, value.elts[index])
+                if len(values) == len(target.elts):
+                    self._assign(part, values[index])
                 elif key(part) in self.losses:
                     self._set(part, SURE if self._computes(value) else grade)
                 else:

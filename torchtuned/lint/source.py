@@ -49,7 +49,7 @@ class Source:
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        return tuple(self.text.splitlines())
+        return tuple(re.split(r"\r\n|\r|\n", self.text))  # as Python counts: a form feed ends no line
 
     @cached_property
     def comments(self) -> dict[int, str]:
@@ -139,7 +139,7 @@ def _walked(tree: ast.Module) -> tuple[tuple[ast.AST, ...], dict[ast.AST, ast.AS
 def _comments(text: str) -> dict[int, str]:
     found: dict[int, str] = {}
     try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        for token in tokenize.generate_tokens(io.StringIO(text, newline=None).readline):
             if token.type == tokenize.COMMENT:
                 found[token.start[0]] = token.string
     except (tokenize.TokenError, SyntaxError):
