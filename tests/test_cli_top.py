@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import termios
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -167,11 +168,20 @@ def test_the_terminal_is_as_it_was_after_an_exception(tty: int) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_keys_and_signals_end_the_wait(tty: int) -> None:
+def test_keys_and_signals_end_the_wait(tty: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal() as terminal:
         os.write(tty, b"\x1b[A")
         assert terminal.wait(20) == "\x1b[A"
         assert terminal.wait(0) == ""
+        os.write(tty, "jj\x1b[B\x1bOAé\x1b[6~q".encode())
+        assert [terminal.wait(0) for _ in range(8)] == ["j", "j", "\x1b[B", "\x1bOA", "é", "\x1b[6~", "q", ""]
+        monkeypatch.setattr(cli_top, "ESCAPE_S", 20)
+        os.write(tty, b"j\x1b")
+        threading.Timer(0.1, os.write, (tty, b"[B")).start()
+        assert [terminal.wait(20), terminal.wait(0)] == ["j", "\x1b[B"]
+        monkeypatch.setattr(cli_top, "ESCAPE_S", 0)
+        os.write(tty, b"\x1b")
+        assert terminal.wait(20) == "\x1b"
         for number in (signal.SIGWINCH, signal.SIGTERM):
             os.kill(os.getpid(), number)
             assert terminal.wait(20) == ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import signal
 import sys
@@ -27,6 +28,8 @@ from torchtuned.cli.watch import View, Watcher
 
 ONCE_S = 1.0  # between the two readings of --once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)
+KEYS = re.compile(r"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
+ESCAPE_S = 0.2  # in which the rest of a key's letters comes, also over a slow line
 UP, DOWN = ("k", "\x1b[A", "\x1bOA"), ("j", "\x1b[B", "\x1bOB")
 
 
@@ -110,6 +113,7 @@ class Terminal:
     def __init__(self) -> None:
         self.signals: set[int] = set()
         self._fd = sys.stdin.fileno()
+        self._keys: list[str] = []  # typed, and not asked for yet
 
     def __enter__(self) -> Self:
         self._settings = termios.tcgetattr(self._fd)
@@ -139,15 +143,21 @@ class Terminal:
         """The next key, "" when the time is up or a signal came. A terminal that is gone is a q."""
         if self.signals:
             return ""
+        if self._keys:
+            return self._keys.pop(0)
         ready, _, _ = select.select([self._fd, self._wake], [], [], seconds)
         if self._wake in ready:
             os.read(self._wake, 512)
         if self._fd not in ready:
             return ""
         try:
-            return os.read(self._fd, 16).decode("utf-8", "replace") or "q"
+            text = os.read(self._fd, 512)
+            if text.endswith((b"\x1b", b"\x1b[", b"\x1bO")) and select.select([self._fd], [], [], ESCAPE_S)[0]:
+                text += os.read(self._fd, 512)
         except OSError:
             return "q"
+        self._keys = KEYS.findall(text.decode("utf-8", "replace")) or ["q"]
+        return self._keys.pop(0)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         self.signals.add(number)
