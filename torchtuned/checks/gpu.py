@@ -6,7 +6,7 @@ judged under load only, and said to be unchecked else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
@@ -32,15 +32,17 @@ COOL = "look at fans, airflow, dust and neighbours (nvidia-smi -q -d TEMPERATURE
 SUPPLY = "look at power cables, supplies and the chassis's power budget (BMC log)"
 
 
-def told(machine: Machine, field: str) -> Iterator[tuple[Reading, Any] | Unseen]:
-    """Each GPU with the value of a field, or why there is none. A GPU that does not have the field is passed over."""
+def told(machine: Machine, field: str) -> Generator[Unseen, None, list[tuple[Reading, Any]]]:
+    """The GPUs with the value of a field, as the value of `yield from`; yields why there is none. A GPU that does not
+    have the field is passed over."""
     for address, reading in machine.readings.items():
         if field in reading.values:
-            yield reading, reading.values[field]
-        elif reading.state == "asleep":
+            continue
+        if reading.state == "asleep":
             yield Unseen(f"GPU {address} sleeps and is not woken for this")
         elif reading.state != "ok" or machine.gpus.status.state != "ok":
             yield Unseen(f"GPU {address}: {machine.gpus.status.text or 'NVML did not say'}")
+    return [(reading, reading.values[field]) for reading in machine.readings.values() if field in reading.values]
 
 
 @rule(
@@ -54,11 +56,7 @@ def told(machine: Machine, field: str) -> Iterator[tuple[Reading, Any] | Unseen]
 def persistence(machine: Machine) -> Iterator[Seen | Unseen]:
     """Without persistence mode the driver lets go of an unused GPU: each cold start of CUDA costs seconds, and locked
     clocks and limits are lost. A GPU that drives the boot display is kept awake by that and is left out."""
-    for item in told(machine, "persistence_mode"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, on = item
+    for reading, on in (yield from told(machine, "persistence_mode")):
         if on or machine.text(f"{DEVICES}/{reading.address}/boot_vga") == "1":
             continue
         daemon = "runs" if persistenced(machine.host) else "does not run"
@@ -80,11 +78,7 @@ def persistence(machine: Machine) -> Iterator[Seen | Unseen]:
 def link(machine: Machine) -> Iterator[Seen | Unseen]:
     """The width and generation of the link under load against what GPU and slot can do, with all ports on the way.
     Idle GPUs slow their links down, so those are not judged."""
-    for item in told(machine, "link"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, (generation, width) = item
+    for reading, (generation, width) in (yield from told(machine, "link")):
         best_generation, best_width = reading.values.get("link_max", (0, 0))
         below = width < best_width or generation < best_generation
         if not below:
@@ -113,11 +107,7 @@ def link(machine: Machine) -> Iterator[Seen | Unseen]:
 def throttled(machine: Machine) -> Iterator[Seen | Unseen]:
     """Slowdown by the hardware, by heat or by the power brake. An idle GPU, sync boost and a power cap near the limit
     are normal and say nothing."""
-    for item in told(machine, "throttle"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, reasons = item
+    for reading, reasons in (yield from told(machine, "throttle")):
         alarm = next(((bit, words) for bit, words in ALARMS if reasons & bit), None)
         if alarm is None:
             continue
@@ -144,11 +134,7 @@ def throttled(machine: Machine) -> Iterator[Seen | Unseen]:
 def capped(machine: Machine) -> Iterator[Seen | Unseen]:
     """A limit that somebody set lower than the default, or one that the board enforces below what is set. It is never
     raised by torchtuned: it may be what the building's wiring allows."""
-    for item in told(machine, "power_default"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, default = item
+    for reading, default in (yield from told(machine, "power_default")):
         limit = reading.values.get("power_limit", default)
         enforced = reading.values.get("power_enforced", limit)
         if f"gpu/{reading.address}/power_limit_w" in machine.ours and enforced >= 0.95 * limit:
@@ -176,11 +162,7 @@ def capped(machine: Machine) -> Iterator[Seen | Unseen]:
 def clocks(machine: Machine) -> Iterator[Seen | Unseen]:
     """Application clocks below their default, or SM clocks that stay far below the maximum under load because of a
     setting: what an earlier tool left locked. No driver tells what clocks are locked, so that shows under load only."""
-    for item in told(machine, "throttle"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, reasons = item
+    for reading, reasons in (yield from told(machine, "throttle")):
         if f"gpu/{reading.address}/clocks_mhz" in machine.ours:
             continue
         application, default = reading.values.get("application_clock", (0, 0))
@@ -294,11 +276,7 @@ def fabric(machine: Machine) -> Iterator[Seen | Unseen]:
 )
 def mig(machine: Machine) -> Iterator[Seen | Unseen]:
     """MIG that is on without a device in it leaves the GPU unusable; a mode that waits for a reset is neither."""
-    for item in told(machine, "mig"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, state = item
+    for reading, state in (yield from told(machine, "mig")):
         if state["current"] != state["pending"]:
             words = {True: "on", False: "off"}
             what = f"MIG is {words[state['current']]} and will be {words[state['pending']]} after a reset"
@@ -328,11 +306,7 @@ def mig(machine: Machine) -> Iterator[Seen | Unseen]:
 )
 def compute_mode(machine: Machine) -> Iterator[Seen | Unseen]:
     """EXCLUSIVE_PROCESS lets one process use the GPU, so a second rank or a debugger fails; PROHIBITED none."""
-    for item in told(machine, "compute_mode"):
-        if isinstance(item, Unseen):
-            yield item
-            continue
-        reading, mode = item
+    for reading, mode in (yield from told(machine, "compute_mode")):
         if mode == "default" or f"gpu/{reading.address}/compute_mode" in machine.ours:
             continue
         yield Seen(
