@@ -179,6 +179,53 @@ def test_found_in_the_system_that_an_environment_includes(tmp_path: Path) -> Non
     assert find(tmp_path / "venv/bin/python") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "links", "found"),
+    [
+        ("python3.12", {}, "2.8.0"),
+        ("python3", {"python3": "python3.12"}, "2.8.0"),
+        ("python", {"python": "python3", "python3": "python3.9"}, "2.0.0"),
+        ("python3.13", {}, None),
+        ("python3.13t", {}, "2.9.0"),
+        ("python3", {}, None),  # nothing tells which it is
+    ],
+)
+def test_of_several_pythons_the_one_that_is_named(
+    tmp_path: Path, name: str, links: dict[str, str], found: str | None
+) -> None:
+    for version, torch in {"3.9": "2.0.0", "3.12": "2.8.0", "3.13t": "2.9.0"}.items():
+        put(tmp_path / f"lib/python{version}/site-packages", torch)
+    (tmp_path / "lib/python3.13").mkdir()
+    (tmp_path / "bin").mkdir()
+    for link, target in links.items():
+        (tmp_path / "bin" / link).symlink_to(target)
+    torch = find(tmp_path / "bin" / name)
+    assert (torch and torch.version) == found
+
+
+def test_an_environment_tells_its_version(tmp_path: Path) -> None:
+    for version, torch in {"3.9": "2.0.0", "3.12": "2.8.0"}.items():
+        put(tmp_path / f"lib/python{version}/site-packages", torch)
+    (tmp_path / "pyvenv.cfg").write_text("home = /opt/python/bin\nversion = 3.9.18\n")
+    torch = find(tmp_path)
+    assert torch is not None
+    assert torch.version == "2.0.0"
+    (tmp_path / "pyvenv.cfg").unlink()
+    _, [unchecked] = run_checks(Host(), Gpus(Host()), ["TT074"], python=str(tmp_path))
+    assert "name one" in unchecked.because
+
+
+def test_a_link_to_an_interpreter_means_that_one(tmp_path: Path) -> None:
+    put(tmp_path / "opt/lib/python3.12/site-packages", "2.8.0")
+    put(tmp_path / "local/lib/python3.12/dist-packages", "2.0.0")
+    for folder in ("opt/bin", "local/bin"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "local/bin/python3.12").symlink_to("../../opt/bin/python3.12")
+    torch = find(tmp_path / "local/bin/python3.12")
+    assert torch is not None
+    assert torch.version == "2.8.0"
+
+
 def test_an_interpreter_is_asked_where_its_folders_do_not_tell(tmp_path: Path) -> None:
     put(tmp_path / "odd", "2.7.0")
     (tmp_path / "tool").mkdir()

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
+from torchtuned.errors import HostError
 from torchtuned.findings import Action, Severity
 
 TABLE = Path(__file__).with_name("wheels.json")
@@ -225,7 +226,8 @@ def _torch(machine: Machine) -> Generator[Unseen, None, Torch | None]:
         yield Unseen(f"{machine.python} does not tell its path: {error}")
         return None
     if found is None:
-        yield Unseen(f"no torch/version.py in the folders of {machine.python}")
+        hint = "" if "python" in os.path.basename(machine.python) else " (of several Pythons there, name one)"
+        yield Unseen(f"no torch/version.py in the folders of {machine.python}{hint}")
     return found
 
 
@@ -241,21 +243,43 @@ def find(machine: Machine, python: str) -> Torch | None:
 
 
 def _folders(machine: Machine, python: str) -> Iterator[str]:
-    """Where packages lie by the layout of virtual environments, conda and Debian; the given folder itself first."""
+    """Where packages lie by the layout of virtual environments, conda and Debian; the given folder itself first. Of
+    several Pythons in one place only that of the interpreter's version counts, none where nothing tells it."""
     python = os.path.normpath(python)
     yield python
-    prefix = os.path.dirname(os.path.dirname(python)) if os.path.basename(os.path.dirname(python)) == "bin" else python
-    prefixes = [prefix]
+    prefix = _prefix(python)
     config = machine.text(f"{prefix}/pyvenv.cfg")
+    target = _target(machine, python)
+    if not config:
+        prefix = _prefix(target)  # where Python looks for its own, too
+    prefixes = [prefix]
+    told = re.search(r"python(3\.\d+t?)$", target) or re.search(r"^version(?:_info)?\s*=\s*(3\.\d+)", config, re.M)
     if re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE | re.IGNORECASE):
         home = re.search(r"^home\s*=\s*(.+)$", config, re.MULTILINE)
         prefixes += [os.path.dirname(home[1].strip())] if home else []
-    for place in prefixes:
-        for lib in ("lib", "lib64", "local/lib"):
-            for name in machine.host.list(f"{place}/{lib}"):
-                if name.startswith("python3"):
-                    yield f"{place}/{lib}/{name}/site-packages"
-                    yield f"{place}/{lib}/{name}/dist-packages"
+    for place in (f"{prefix}/{lib}" for prefix in prefixes for lib in ("local/lib", "lib", "lib64")):
+        names = [name for name in machine.host.list(place) if name.startswith("python3.")]
+        if told:
+            names = [f"python{told[1]}"]
+        for name in [*(names if len(names) == 1 else []), "python3"]:
+            yield f"{place}/{name}/site-packages"
+            yield f"{place}/{name}/dist-packages"
+
+
+def _prefix(python: str) -> str:
+    """The folder that has an interpreter's bin, or the folder itself."""
+    folder, bin_ = os.path.split(os.path.dirname(python))
+    return folder if bin_ == "bin" else python
+
+
+def _target(machine: Machine, python: str) -> str:
+    """Where the links lead from an interpreter: /usr/bin/python3 to /usr/bin/python3.13."""
+    for _ in range(8):
+        try:
+            python = os.path.normpath(os.path.join(os.path.dirname(python), machine.host.link(python)))
+        except HostError:
+            break
+    return python
 
 
 def _asked(python: str) -> list[str]:
