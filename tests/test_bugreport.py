@@ -28,6 +28,8 @@ FAULTY: dict[str, str | bytes | None] = {
     "usr/lib/systemd/system/timers.target.wants/apt-daily-upgrade.timer": "x",
     "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 trainer\n10.1.2.3 filer.lab filer\n",
     "sys/class/infiniband/mlx5_0/node_guid": "8c1d7a4e",
+    "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+    "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
     "etc/systemd/system/sleep.target": "-> /dev/null",
     "etc/systemd/logind.conf": "[Login]\nIdleAction=suspend\n",
     "var/lib/systemd/linger/ann": None,

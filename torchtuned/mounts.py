@@ -16,13 +16,14 @@ BLOCK = "/sys/block"
 @dataclass(frozen=True, kw_only=True)
 class Mount:
     """A mounted file system, as /proc/PID/mountinfo tells. `device` is its number, such as "8:1"; `options` are the
-    file system's own, such as size=64m."""
+    file system's own, such as size=64m. `read_only`: by these, or by the mount's."""
 
     point: str
     device: str
     kind: str
     source: str
     options: tuple[str, ...]
+    read_only: bool = False
 
     def option(self, name: str) -> str:
         """The value of "name=value", "" without one."""
@@ -35,11 +36,14 @@ def mounts(host: Host, process: str) -> list[Mount]:
     for line in host.read(f"/proc/{process}/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         words, tail = left.split(" "), right.split(" ")  # a source may be empty, so blanks count
-        if len(words) < 5 or len(tail) < 3:
+        if len(words) < 6 or len(tail) < 3:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), words[4])
         options = tuple(tail[2].split(","))
-        found.append(Mount(point=point, device=words[2], kind=tail[0], source=tail[1], options=options))
+        read_only = "ro" in options or "ro" in words[5].split(",")
+        found.append(
+            Mount(point=point, device=words[2], kind=tail[0], source=tail[1], options=options, read_only=read_only)
+        )
     return found
 
 

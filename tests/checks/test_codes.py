@@ -27,6 +27,8 @@ VM = "proc/sys/vm"
 FREQ = f"{CPU}/cpufreq/policy0"
 DATA = "proc/self/mountinfo"
 IB = "sys/class/infiniband/mlx5_0/node_guid"
+PORT = "sys/class/infiniband/mlx5_0/ports/1"
+FABRIC: Files = {f"{PORT}/link_layer": "InfiniBand\n", f"{PORT}/state": "4: ACTIVE\n"}
 APT = "etc/apt/apt.conf.d/50unattended-upgrades"
 UPGRADES: Files = {
     "etc/apt/apt.conf.d/20auto-upgrades": 'APT::Periodic::Unattended-Upgrade "1";\n',
@@ -34,12 +36,14 @@ UPGRADES: Files = {
     "usr/lib/systemd/system/apt-daily-upgrade.timer": "[Timer]\n",
 }
 REBOOT = 'Unattended-Upgrade::Automatic-Reboot "true";\n'
+GREETER = "etc/gdm3/greeter.dconf-defaults"
 EFI = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 NO_DRIVER: Files = {"sys/module/nvidia": None, f"{PCI}/{A}/driver": None}
 DOCKER: Files = {f"{CG}/system.slice/docker.service/cgroup.procs": "900\n"}
 ACTIVE = f"{CG}/system.slice"
 CUINIT, HMM = ".torchtuned/cuinit", "sys/module/nvidia_uvm/parameters/uvm_disable_hmm"
 TMUX: Files = {**process("4100", place=SESSION), "dev/shm/torch_4100_77_0": "x"}
+RANKS = {file: text for pid in ("4001", "4002", "4003") for file, text in process(pid, parent=4000, cpus="0").items()}
 HOLDS: Files = {"proc/4000/fd/9": "-> /dev/nvidia0"}
 
 
@@ -89,6 +93,11 @@ def mounted(line: str) -> str:
 
 def waited(share: str) -> str:
     return f"some avg10=9 avg60=30.00 avg300=1 total=1\nfull avg10=9 avg60={share} avg300=9 total=1\n"
+
+
+def spaces(*, caller: int, job: int) -> str:
+    """GiB that are left in the caller's /dev/shm and in that of a job with one of its own."""
+    return f"/dev/shm {64 << 30} {caller << 30} 0 0\n/proc/4000/root/dev/shm {64 << 30} {job << 30} 0 0\n"
 
 
 def small_files(count: int, size: int) -> dict[str, str]:
@@ -161,6 +170,23 @@ CASES = (
         {".torchtuned/space": f"/dev/shm {64 << 30} {20 << 30} 0 0\n"},
         "100 MiB of 64 GiB left",
         name="nearly full",
+    ),
+    Case(
+        "TT022",
+        {"proc/4000/mountinfo": MOUNTS.replace("0:25", "0:77"), ".torchtuned/space": spaces(caller=60, job=0)},
+        {"proc/4000/mountinfo": MOUNTS.replace("0:25", "0:77"), ".torchtuned/space": spaces(caller=60, job=50)},
+        "/proc/4000/root/dev/shm has 0 bytes of 64 GiB left",
+        jobs=(JOB,),
+        job="7",
+        name="nearly full in the job's namespace",
+    ),
+    Case(
+        "TT022",
+        {"proc/4000/mountinfo": MOUNTS.replace("0:25", "0:77"), ".torchtuned/space": spaces(caller=0, job=50)},
+        {"proc/4000/mountinfo": MOUNTS.replace("0:25", "0:77"), ".torchtuned/space": spaces(caller=60, job=50)},
+        "/dev/shm has 0 bytes of 64 GiB left",
+        jobs=(JOB,),
+        name="the caller's is not the job's",
     ),
     Case(
         "TT023",
@@ -248,6 +274,21 @@ CASES = (
         {".torchtuned/space": f"/ {900 << 30} {500 << 30} 0 0\n"},
         "10 of 1000 inodes left",
         name="inodes",
+    ),
+    Case(
+        "TT032",
+        {".torchtuned/space": f"/ {900 << 30} {500 << 30} 200000000 50000\n"},
+        {".torchtuned/space": f"/ {900 << 30} {500 << 30} 200000000 5000000\n"},
+        "50000 of 200000000 inodes left",
+        name="inodes of a large one",
+    ),
+    Case(
+        "TT032",
+        {".torchtuned/space": f"/data {9 << 30} 0 0 0\n"},
+        {".torchtuned/space": f"/data {9 << 30} 0 0 0\n", DATA: MOUNTS.replace("xfs /dev/nvme1n1 rw", "erofs x ro")},
+        "/data: 0 bytes of 9 GiB left",
+        options={"data": "/data"},
+        name="read-only",
     ),
     Case(
         "TT033",
@@ -424,6 +465,44 @@ CASES = (
         name="lid",
     ),
     Case(
+        "TT046",
+        {"proc/acpi/button/lid/LID0/state": "open\n", "etc/systemd/logind.conf": "[Login]\n"},
+        {
+            "proc/acpi/button/lid/LID0/state": "open\n",
+            "etc/systemd/logind.conf": "[Login]\nHandleLidSwitch=suspend\nHandleLidSwitchExternalPower=lock\n",
+        },
+        "the lid suspends",
+        name="lid on mains",
+    ),
+    Case(
+        "TT046",
+        {"etc/systemd/logind.conf": "[Login]\nIdleAction=suspend\n", "sys/power/state": "freeze mem disk\n"},
+        {"etc/systemd/logind.conf": "[Login]\nIdleAction=suspend\n", "sys/power/state": "disk\n"},
+        "IdleAction=suspend",
+        name="a host that cannot",
+    ),
+    Case(
+        "TT046",
+        {f"{ACTIVE}/gdm.service/p": "1", "etc/systemd/sleep.conf": "[Sleep]\n#AllowSuspend=no\n"},
+        {f"{ACTIVE}/gdm.service/p": "1", "etc/systemd/sleep.conf": "[Sleep]\nAllowSuspend=no\n"},
+        "GDM runs",
+        name="sleep.conf",
+    ),
+    Case(
+        "TT046",
+        {f"{ACTIVE}/gdm.service/p": "1", GREETER: "sleep-inactive-ac-type='suspend'\n"},
+        {f"{ACTIVE}/gdm.service/p": "1", GREETER: "sleep-inactive-ac-timeout=uint32 0\n"},
+        "GDM runs",
+        name="GDM's timeout",
+    ),
+    Case(
+        "TT046",
+        {"proc/acpi/button/lid/LID0/state": "open\n"},
+        {"proc/acpi/button/lid/LID0/state": "open\n", f"{ACTIVE}/systemd-logind.service": None},
+        "the lid suspends",
+        name="in a container",
+    ),
+    Case(
         "TT047",
         {
             "proc/driver/nvidia/params": "PreserveVideoMemoryAllocations: 0\n",
@@ -546,15 +625,42 @@ CASES = (
         },
         "nvidia_peermem is not loaded",
     ),
-    Case("TT059", {IB: "1"}, {}, "'127.0.1.1 trainer'"),
+    Case("TT059", FABRIC, {**FABRIC, f"{PORT}/link_layer": "Ethernet\n"}, "'127.0.1.1 trainer'"),
+    Case("TT059", FABRIC, {**FABRIC, f"{PORT}/state": "1: DOWN\n"}, "mlx5_0 on InfiniBand", name="port"),
+    Case(
+        "TT059",
+        FABRIC,
+        {**FABRIC, "etc/hosts": "10.0.0.5 trainer.lab trainer\n127.0.1.1 trainer\n"},
+        "'127.0.1.1 trainer'",
+        name="address",
+    ),
+    Case("TT059", FABRIC, {**FABRIC, "proc/self/environ": "GLOO_SOCKET_IFNAME=ib0\0"}, "trainer", name="set for all"),
     Case(
         "TT059",
         {"proc/4001/environ": "MASTER_ADDR=node1.lab\0"},
-        {"proc/4001/environ": "MASTER_ADDR=localhost\0"},
+        {"proc/4001/environ": "MASTER_ADDR=trainer.lab\0"},
         "MASTER_ADDR=node1.lab",
         jobs=(JOB,),
         job="7",
         name="of a job",
+    ),
+    Case(
+        "TT059",
+        {"proc/4001/environ": "MASTER_ADDR=10.0.0.5\0WORLD_SIZE=16\0LOCAL_WORLD_SIZE=8\0"},
+        {"proc/4001/environ": "MASTER_ADDR=10.0.0.5\0WORLD_SIZE=8\0LOCAL_WORLD_SIZE=8\0"},
+        "MASTER_ADDR=10.0.0.5, WORLD_SIZE=16, LOCAL_WORLD_SIZE=8",
+        jobs=(JOB,),
+        job="7",
+        name="all ranks here",
+    ),
+    Case(
+        "TT059",
+        {"proc/4001/environ": "MASTER_ADDR=trainer\0WORLD_SIZE=16\0LOCAL_WORLD_SIZE=8\0"},
+        {"proc/4001/environ": "MASTER_ADDR=trainer\0WORLD_SIZE=16\0LOCAL_WORLD_SIZE=8\0GLOO_SOCKET_IFNAME=eth0\0"},
+        "MASTER_ADDR=trainer, WORLD_SIZE=16",
+        jobs=(JOB,),
+        job="7",
+        name="where rank 0 is",
     ),
     Case(
         "TT060",
@@ -613,6 +719,15 @@ CASES = (
         "may use CPU 3 of 0-7; its environment has OMP_PROC_BIND=true",
         jobs=(JOB,),
         job="7",
+    ),
+    Case(
+        "TT067",
+        {**RANKS, **process("4009", parent=4001, cpus="0")},
+        {**process("4001", parent=4000, cpus="0"), **process("4002", parent=4000, cpus="1")},
+        "process 4001 (python) and 3 more may use CPU 0 of 0-1",
+        jobs=(replace(JOB, cpus=frozenset({0, 1})),),
+        job="7",
+        name="of ranks",
     ),
     Case(
         "TT068",
@@ -679,7 +794,10 @@ CASES = (
         name="compatibility libraries",
     ),
 )
-ELSEWHERE = {"TT064": "test_pci.py", "TT074": "test_wheel.py", "TT075": "test_wheel.py", "TT076": "test_wheel.py"}
+ELSEWHERE = {
+    "TT064": "test_pci.py",
+    **dict.fromkeys(("TT074", "TT075", "TT076"), "test_wheel.py"),
+}
 
 
 FILES_OF_ROOT = re.compile(r">>?\s*(/etc|/sys|/proc|/boot|/usr|/lib|/var|/run|\{)")

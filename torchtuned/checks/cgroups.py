@@ -92,12 +92,18 @@ def threads(machine: Machine) -> Iterator[Seen | Unseen]:
 )
 def one_core(machine: Machine) -> Iterator[Seen | Unseen]:
     """OMP_PROC_BIND, KMP_AFFINITY and their like shrink the process that imports torch, and its workers inherit that.
-    Also any mask of one core for a process of which others have more."""
+    Also any mask of one core for a process of which others have more. As many ranks as cores have one each, as they
+    should."""
+    found: dict[tuple[str, CpuSet], list[int]] = {}
     for pid, job in machine.workers():
-        mask = _mask(machine, pid)
-        whole = next((core.cpus for core in machine.topology.cores if mask and mask <= core.cpus), None)
+        found.setdefault((job, _mask(machine, pid)), []).append(pid)
+    cores = [core.cpus for core in machine.topology.cores]
+    for (job, mask), (pid, *others) in found.items():
         given = next((running.cpus for running in machine.jobs if running.id == job), machine.topology.online)
-        if whole is None or len(given) <= len(whole):
+        # a rank each, whose workers have its mask
+        parts = sum(whose == job and frozenset() < part < given for whose, part in found)
+        share = sum(bool(core & given) for core in cores) // max(1, parts)
+        if not mask or share <= 1 or not any(mask <= core for core in cores):
             continue
         try:
             env = environment(machine, str(pid))
@@ -105,7 +111,8 @@ def one_core(machine: Machine) -> Iterator[Seen | Unseen]:
             env = {}  # another user's; the mask is evidence enough
         bound = [f"{name}={env[name]}" for name in BINDERS if env.get(name, "").lower() not in OFF]
         yield Seen(
-            evidence=f"process {process_name(machine, pid)} may use CPU {format_list(mask)} of {format_list(given)}"
+            evidence=f"process {process_name(machine, pid)}{f' and {len(others)} more' if others else ''} may use CPU"
+            f" {format_list(mask)} of {format_list(given)}"
             + (f"; its environment has {', '.join(bound)}" if bound else ""),
             fix=f"unset {' '.join(entry.partition('=')[0] for entry in bound)}"
             if bound

@@ -35,28 +35,39 @@ LINGER = "/var/lib/systemd/linger"
     source="pytorch/pytorch#88639, pytorch/pytorch#43281",
 )
 def suspend(machine: Machine) -> Iterator[Seen | Unseen]:
-    """logind's IdleAction and lid, and GDM, whose login screen suspends after 20 minutes on mains too, whoever works
-    over ssh. torchtuned holds an inhibitor while its jobs run; other jobs have none."""
-    if any(masked(machine, unit) for unit in SLEEPERS):
+    """logind's IdleAction and lid (on mains), and GDM, whose login screen suspends after 20 minutes on mains too,
+    whoever works over ssh. torchtuned holds an inhibitor while its jobs run; other jobs have none. A host that cannot
+    sleep, or may not (sleep.conf), is fine."""
+    if any(masked(machine, unit) for unit in SLEEPERS) or not _may_sleep(machine):
         return
     causes = []
+    logind = unit_runs(machine, "systemd-logind.service")
     action, where = setting(machine, "logind.conf", "IdleAction")
-    if action not in ("", "ignore", "lock"):
+    if logind and action not in ("", "ignore", "lock"):
         causes.append(f"{where}: IdleAction={action}")
-    if machine.host.list("/proc/acpi/button/lid") and machine.cards:
-        lid, where = setting(machine, "logind.conf", "HandleLidSwitch")
-        if lid in ("", "suspend", "hibernate"):
-            causes.append(
-                f"the lid suspends ({where or 'logind.conf'}: HandleLidSwitch={lid or 'suspend, the default'})"
-            )
+    if logind and machine.host.list("/proc/acpi/button/lid") and machine.cards:
+        keys = ("HandleLidSwitchExternalPower", "HandleLidSwitch")
+        found = ((key, *setting(machine, "logind.conf", key)) for key in keys)
+        key, lid, where = next((one for one in found if one[1]), ("HandleLidSwitch", "", ""))
+        if lid not in ("ignore", "lock"):
+            causes.append(f"the lid suspends ({where or 'logind.conf'}: {key}={lid or 'suspend, the default'})")
     if any(unit_runs(machine, unit) for unit in GDM) and not _gdm_stays_awake(machine):
         causes.append("GDM runs, and nothing under /etc/gdm3 or /etc/dconf turns its suspend after 20 minutes off")
     if causes:
         yield Seen(
             evidence="; ".join(causes),
-            fix="start jobs with torchtuned-run ([session] inhibit = sleep idle), or for good:"
+            fix="start jobs with torchtuned-run ([session] inhibit = sleep idle, and handle-lid-switch for the lid), or"
+            " for good:"
             " sudo systemctl mask sleep.target suspend.target hibernate.target",
         )
+
+
+def _may_sleep(machine: Machine) -> bool:
+    """Whether the kernel can suspend, as far as it says so, and systemd lets it."""
+    states = machine.text("/sys/power/state").split()
+    allowed, _ = setting(machine, "sleep.conf", "AllowSuspend")
+    able = not machine.host.exists("/sys/power/state") or bool({"mem", "standby", "freeze"} & set(states))
+    return able and (not allowed or is_yes(allowed))
 
 
 def _gdm_stays_awake(machine: Machine) -> bool:
@@ -64,7 +75,8 @@ def _gdm_stays_awake(machine: Machine) -> bool:
     for folder in ("/etc/dconf/db/gdm.d", "/etc/dconf/db/local.d"):
         paths += [f"{folder}/{name}" for name in machine.host.list(folder)]
     text = "\n".join(machine.text(path) for path in paths)
-    return bool(re.search(r"^\s*sleep-inactive-ac-(type\s*=\s*'(nothing|blank)'|timeout\s*=\s*0)", text, re.MULTILINE))
+    awake = r"^\s*sleep-inactive-ac-(type\s*=\s*['\"](?!suspend|hibernate)|timeout\s*=\s*(u?int32\s+)?0\b)"
+    return bool(re.search(awake, text, re.MULTILINE))
 
 
 @rule(

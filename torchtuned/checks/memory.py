@@ -41,7 +41,7 @@ def shared_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     """The size of /dev/shm where the job sees it, and what is left of it. Workers hand batches over in it: eight of
     them with two batches of 64 images of 3x224x224 float32 each take 588 MiB. Containers have 64 MiB unless told."""
     viewers = [("self" if machine.caller else "1", "")] + [(str(one.pid), one.id) for one in machine.jobs]
-    seen: dict[tuple[str, int], list[str]] = {}
+    seen: dict[tuple[str, int], list[tuple[str, str]]] = {}
     for process, viewer in viewers:
         try:
             mount = mount_of(mounts(machine.host, process), SHM)
@@ -53,19 +53,24 @@ def shared_memory(machine: Machine) -> Iterator[Seen | Unseen]:
             yield Unseen(f"nothing is mounted on {SHM}")
             continue
         total = amount(mount.option("size")) or memory(machine)["MemTotal"] // 2
-        seen.setdefault((mount.device, total), []).append(viewer)
-    for (_, total), who in seen.items():
-        about = tuple(about_job(one) for one in who if one)
-        yield from _judge_shm(machine, total, who[0], about)
+        seen.setdefault((mount.device, total), []).append((process, viewer))
+    for (_, total), ((process, job), *others) in seen.items():
+        about = tuple(about_job(one) for one in (job, *(other for _, other in others)) if one)
+        yield from _judge_shm(machine, total, process if job else "", job, about)
 
 
-def _judge_shm(machine: Machine, total: int, job: str, about: tuple[str, ...]) -> Iterator[Seen]:
+def _judge_shm(
+    machine: Machine, total: int, process: str, job: str, about: tuple[str, ...]
+) -> Iterator[Seen | Unseen]:
+    """`process`: whose /dev/shm it is where it is not the host's; then nobody else's says how full it is."""
     need = loader_need(workers=8, prefetch=2, batch_bytes=64 * 3 * 224 * 224 * 4)
     wanted = size(max(8 << 30, memory(machine)["MemTotal"] // 2)).replace(" GiB", "G").replace(" ", "")
-    fix = f"sudo mount -o remount,size=50% {SHM}; in a container: docker run --shm-size={wanted} or --ipc=host"
+    fix = "" if process else f"sudo mount -o remount,size=50% {SHM}; in a container: "
+    fix += f"docker run --shm-size={wanted} or --ipc=host"
+    place = f"/proc/{process}/root{SHM}" if process else SHM
     if total < SHM_LEAST:
         yield Seen(
-            evidence=f"{SHM} holds {size(total)}; 8 workers with 2 batches of 64x3x224x224 float32 each take"
+            evidence=f"{place} holds {size(total)}; 8 workers with 2 batches of 64x3x224x224 float32 each take"
             f" {size(need)}",
             fix=fix,
             severity=Severity.ERROR if total < need else None,
@@ -74,14 +79,17 @@ def _judge_shm(machine: Machine, total: int, job: str, about: tuple[str, ...]) -
         )
         return
     try:
-        free = machine.host.space(SHM).free
+        free = machine.host.space(place).free
     except Missing:
-        return  # a folder that does not say
+        return  # the job ended meanwhile, or a folder that does not say
+    except HostError as error:
+        yield Unseen(str(error))
+        return
     if free < SHM_LEAST and free < total // 10:
         yield Seen(
             title="/dev/shm is nearly full",
-            evidence=f"{SHM} has {size(free)} of {size(total)} left",
-            fix=f"ls -lS {SHM} shows what takes it (TT023: what nobody uses any more); {fix}",
+            evidence=f"{place} has {size(free)} of {size(total)} left",
+            fix=f"ls -lS {place} shows what takes it (TT023: what nobody uses any more); {fix}",
             job=job,
             about=about,
         )

@@ -11,7 +11,8 @@ from torchtuned.errors import HostError
 from torchtuned.findings import Action, Severity
 
 RDMA = "/sys/class/infiniband"
-LOCAL = ("", "localhost", "127.0.0.1", "::1")
+LOCAL = ("", "localhost", "127", "::1")  # up to the first dot
+CHOSEN = "GLOO_SOCKET_IFNAME"
 
 
 @rule(
@@ -47,34 +48,43 @@ def peer_memory(machine: Machine) -> Iterator[Seen | Unseen]:
     jobs=True,
 )
 def host_name(machine: Machine) -> Iterator[Seen | Unseen]:
-    """/etc/hosts gives the host's name a loopback address, as Debian does, and the host is one of several: it has
-    InfiniBand, or a job whose MASTER_ADDR is not local. A single host is fine as it is."""
+    """The first line of /etc/hosts with the host's name gives it a loopback address, as Debian does, and the host is
+    one of several: it is on an InfiniBand fabric, or runs a part of a job's ranks, or a job whose MASTER_ADDR is not
+    local. A single host is fine as it is, and so is one where GLOO_SOCKET_IFNAME is set."""
     name = machine.text("/proc/sys/kernel/hostname") or machine.text("/etc/hostname")
-    line = next(
-        (
-            line
-            for line in machine.text("/etc/hosts").splitlines()
-            if re.match(r"\s*(127\.|::1\s)", line) and name in line.partition("#")[0].split()[1:]
-        ),
-        "",
-    )
-    if not name or not line:
+    hosts = (line.partition("#")[0].strip() for line in machine.text("/etc/hosts").splitlines())
+    line = next((line for line in hosts if name in line.split()[1:]), "")
+    if not name or not re.match(r"127\.|::1\s", line):
         return
-    if cards := machine.host.list(RDMA):
-        yield Seen(evidence=f"/etc/hosts: {line.strip()!r}; {RDMA} has {', '.join(cards)}", fix=_FIX)
+    chosen = machine.caller and f"{CHOSEN}=" in machine.text("/proc/self/environ")
+    if (fabrics := _fabrics(machine)) and not chosen:
+        yield Seen(evidence=f"/etc/hosts: {line!r}; {RDMA}: {', '.join(fabrics)} on InfiniBand", fix=_FIX)
     for pid, job in machine.workers():
         try:
             env = environment(machine, str(pid))
         except HostError as error:
             yield Unseen(str(error))
             continue
-        if env.get("MASTER_ADDR", "") not in (*LOCAL, name):
+        elsewhere = env.get("MASTER_ADDR", "").partition(".")[0] not in (*LOCAL, name.partition(".")[0])
+        ranks, here = env.get("WORLD_SIZE", ""), env.get("LOCAL_WORLD_SIZE", "")
+        if (ranks != here if ranks and here else elsewhere) and CHOSEN not in env:
+            told = [f"{name}={env[name]}" for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in env]
             yield Seen(
-                evidence=f"/etc/hosts: {line.strip()!r}; process {pid} has MASTER_ADDR={env['MASTER_ADDR']}",
+                evidence=f"/etc/hosts: {line!r}; process {pid} has {', '.join(told)}",
                 fix=_FIX,
                 job=job,
             )
             return
+
+
+def _fabrics(machine: Machine) -> list[str]:
+    """The cards with a port that is up on InfiniBand. Ethernet cards are listed there too, for RoCE."""
+
+    def up(port: str) -> bool:
+        return machine.text(f"{port}/link_layer") == "InfiniBand" and "ACTIVE" in machine.text(f"{port}/state")
+
+    folders = {card: f"{RDMA}/{card}/ports" for card in machine.host.list(RDMA)}
+    return [card for card, ports in folders.items() if any(up(f"{ports}/{port}") for port in machine.host.list(ports))]
 
 
 _FIX = (

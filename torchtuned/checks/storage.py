@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torchtuned.wording import size
 
 PLACES = ("/", "/home", "/tmp", "/var/tmp")
 SHARE, LEAST = 0.05, 10 << 30  # a checkpoint of a 7B model with its optimizer is 80 GB; 10 GiB is too little for any
+LEAST_FILES = 100_000
 
 
 @rule(
@@ -26,23 +28,26 @@ SHARE, LEAST = 0.05, 10 << 30  # a checkpoint of a 7B model with its optimizer i
 )
 def nearly_full(machine: Machine) -> Iterator[Seen | Unseen]:
     """Less than 5 % and less than 10 GiB left where jobs write: /, /home, /tmp, /var/tmp and the folder of --data; or
-    no inodes left, which many small files use up first."""
+    hardly any inodes, which many small files use up first. What is mounted read-only is always full, and fine."""
+    table = mounts(machine.host, "self") if machine.host.exists("/proc/self/mountinfo") else []
     told = set()
     for place in dict.fromkeys([*PLACES, *([machine.data] if machine.data else [])]):
         try:
             space = machine.host.space(place)
         except Missing:
             continue
-        if (space.total, space.free) in told or not space.total:
+        mount = mount_of(table, os.path.realpath(place) if machine.host.real else place)
+        on = mount.device if mount else place
+        if on in told or not space.total or (mount and mount.read_only):
             continue
-        told.add((space.total, space.free))
+        told.add(on)
         folder = shlex.quote(place)
         if space.free < SHARE * space.total and space.free < LEAST:
             yield Seen(
                 evidence=f"{place}: {size(space.free)} of {size(space.total)} left",
                 fix=f"sudo du -xh --max-depth=2 {folder} | sort -h | tail; old checkpoints, core dumps and caches",
             )
-        elif space.files and space.files_free < SHARE * space.files:
+        elif space.files_free < min(SHARE * space.files, LEAST_FILES):
             yield Seen(
                 title="a file system has hardly any inodes left",
                 evidence=f"{place}: {space.files_free} of {space.files} inodes left",
