@@ -322,6 +322,22 @@ def test_nothing_free_is_shared_with_the_least_loaded_job(tmp_path: Path) -> Non
     assert (format_list(fourth.cpus), fourth.threads) == ("6-9", 2)
 
 
+def test_as_many_cores_are_shared_as_were_asked_for(tmp_path: Path) -> None:
+    found = read(tmp_path, machine_f())
+    jobs = [held("0-3"), held("4-9")]
+    one = place(found, jobs, Request(gpus=(), cpus="1"))
+    assert (one.shared, format_list(one.cpus), one.threads) == (True, "4", 1)
+    two = place(found, [*jobs, one], Request(gpus=(), cpus="2"))
+    assert (format_list(two.cpus), two.threads) == ("0-1", 1), "where two jobs are it is fuller now"
+    wide = place(found, jobs, Request(gpus=(), cpus="8"))
+    assert (format_list(wide.cpus), wide.threads) == ("0-1,4-9", 2)
+    asked = place(found, [held("0-1")], Request(gpus=(), cpus="2", shared=True))
+    assert (format_list(asked.cpus), asked.shared) == ("2-3", True)
+    for gpus in (gpu_addresses(1), gpu_addresses(2)):
+        near = place(found, jobs, Request(gpus=tuple(gpus), cpus="2"))
+        assert (near.shared, len(near.cpus)) == (True, 2)
+
+
 @pytest.mark.parametrize("when_full", ["wait", "refuse"])
 def test_the_administrator_may_not_want_sharing(tmp_path: Path, when_full: str) -> None:
     found = read(tmp_path, machine_f())

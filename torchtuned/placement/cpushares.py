@@ -14,11 +14,11 @@ def cpu_shares(space: Space, count: int) -> tuple[list[list[Piece]], str]:
     free = space.free(space.cores)
     kind, number = space.counted(free)
     if not free:
-        cores = _least_loaded(space)
+        cores = quietest(space, space.cores, number) if number else _least_loaded(space)
         space.share(cores)
         return deal_or_share(cores, count), "no core is free; here are the fewest jobs for the number of cores"
     if kind == "cores":
-        chosen = pick(free, number)
+        chosen = quietest(space, free, number)
         why = f"{len(chosen)} cores for --cpus {space.request.cpus}"
         if len(chosen) < number:
             space.short(len(chosen), number)
@@ -48,6 +48,15 @@ def _slot(space: Space, free: list[Piece]) -> list[Piece]:
     if len(free) < size:
         space.short(len(free), size)
     return pick(free, size)
+
+
+def quietest(space: Space, cores: Iterable[Piece], number: int) -> list[Piece]:
+    """That many cores with the fewest other jobs on them: the least loaded job's before others', and close together."""
+    roomy = {piece.first for piece in _least_loaded(space)}
+    chosen: list[Piece] = []
+    for alike in group(cores, lambda piece: 2 * space.jobs_on([piece]) + (piece.first not in roomy)):
+        chosen += pick(alike, number - len(chosen))
+    return chosen
 
 
 def _least_loaded(space: Space) -> list[Piece]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtuned.cpuset import CpuSet, format_list
-from torchtuned.placement.cpushares import grouped
+from torchtuned.placement.cpushares import grouped, quietest
 from torchtuned.placement.dealing import Piece, by_node, cpus_of, deal, deal_or_share, group, near, pick
 from torchtuned.placement.space import Space
 from torchtuned.topology import Gpu
@@ -118,6 +118,9 @@ def _settle(space: Space, plan: _Plan, share: Share) -> None:
             space.short(len(share.cores), plan.size, whose)
         return
     share.cores = plan.home or plan.pool
+    if plan.far:  # the size was asked for
+        wide = next((cores for cores in (plan.home, plan.pool) if len(cores) >= plan.size), space.cores)
+        share.cores = quietest(space, wide, plan.size)
     if not all(piece.first in space.taken for piece in share.cores):  # else it is this job itself that has them
         space.share(share.cores, whose)
 
