@@ -5,6 +5,7 @@ Without a daemon, and with a stand-in for it that is silent, refuses, or is host
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import pty
@@ -344,10 +345,16 @@ def test_nothing_free_is_said_loudly() -> None:
     assert holder.stdout is not None
     holder.stdout.readline()
     done = run("true")
-    waiting = run("--wait=0.1", "--quiet", "true")
+    waiting = run("--wait=0.1", "true")
+    quiet = run("--wait=0.1", "--quiet", "true")
+    narrow = run("--cpus=1", "grep", "Cpus_allowed_list", "/proc/self/status")
     holder.communicate(b"\n")
     assert "shared with 1 other job" in done.stderr
-    assert (waiting.returncode, "no core is free" in waiting.stderr) == (125, True)
+    said = f"waited 0.1 s, no place: no core is free; process {holder.pid} of {getpass.getuser()} has CPUs {MINE}"
+    assert (waiting.returncode, quiet.returncode) == (125, 125)
+    lines = [f"torchtuned-run: {words}\n" for words in ("waiting: no core is free", said)]
+    assert (waiting.stderr, quiet.stderr) == ("".join(lines), lines[1])
+    assert len(parse_list(narrow.stdout.split()[1])) < max(2, len(parse_list(MINE)))
 
 
 def test_the_callers_mask_is_kept() -> None:
@@ -722,7 +729,7 @@ def test_waiting_ends_in_time_and_gives_the_turn_back(fake: Fake) -> None:
     fake.play(register=queued)
     done = run("--wait=0.2", "true")
     assert (done.returncode, fake.members) == (125, ["Register", "Release"])
-    assert "no place within 0.2 s: nothing is free" in done.stderr
+    assert "waited 0.2 s, no place: nothing is free" in done.stderr
 
 
 def test_interrupting_the_wait_ends_it_at_once(fake: Fake) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import getpass
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from fakes.tree import machine, machine_a, make_tree, pairs
 
-from torchtuned import configfiles
+from torchtuned import configfiles, jobtables
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import Busy, NoSuchGpu, Unreadable
 from torchtuned.gpus import Gpus
@@ -134,9 +135,12 @@ def test_waiting_ends_in_time(runtime: Path, gpu_host: Host, monkeypatch: pytest
     monkeypatch.setattr(selfplace, "RETRY_S", 0.05)
     selfplace.place_self(wishes(gpus=4), pid=101, host=gpu_host)
     start = time.monotonic()
-    with pytest.raises(Busy):
-        selfplace.place_self(wishes(gpus=1, wait=0.2), pid=102, host=gpu_host)
+    told: list[str] = []
+    said = f"waited 0.2 s, no place: 0 of 4 GPUs are free; process 101 of {getpass.getuser()} has GPU "
+    with pytest.raises(Busy, match=said):
+        selfplace.place_self(wishes(gpus=1, wait=0.2), pid=102, waits=told.append, host=gpu_host)
     assert 0.2 <= time.monotonic() - start < 10
+    assert told == ["0 of 4 GPUs are free"]
     with pytest.raises(Busy):
         selfplace.place_self(wishes(gpus=1), pid=102, host=gpu_host)
 
@@ -340,20 +344,20 @@ def test_where_the_table_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     mine.mkdir(mode=0o700)
     locks.mkdir()
     locks.chmod(0o1777)
-    monkeypatch.setattr(selfplace, "LOCKS", str(locks))
+    monkeypatch.setattr(jobtables, "LOCKS", str(locks))
     uid = os.getuid()
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{mine}/torchtuned"
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, 4321) == f"{locks}/torchtuned-4321", "not that user's"
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": "relative"}, 4321) == f"{locks}/torchtuned-4321"
+    assert jobtables.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{mine}/torchtuned"
+    assert jobtables.folder_path({"XDG_RUNTIME_DIR": str(mine)}, 4321) == f"{locks}/torchtuned-4321", "not that user's"
+    assert jobtables.folder_path({"XDG_RUNTIME_DIR": "relative"}, 4321) == f"{locks}/torchtuned-4321"
     mine.chmod(0o777)
-    assert selfplace.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{locks}/torchtuned-{uid}"
+    assert jobtables.folder_path({"XDG_RUNTIME_DIR": str(mine)}, uid) == f"{locks}/torchtuned-{uid}"
     (locks / "torchtuned-4321").mkdir()
-    assert selfplace.folder_path({}, 4321) == "/tmp/torchtuned-4321", "somebody else was there first"
+    assert jobtables.folder_path({}, 4321) == "/tmp/torchtuned-4321", "somebody else was there first"
     for mode in (0o777, 0o755):
         locks.chmod(mode)
-        assert selfplace.folder_path({}, 4322) == "/tmp/torchtuned-4322", "there others could take it away"
-    monkeypatch.setattr(selfplace, "LOCKS", str(tmp_path / "nothing"))
-    assert selfplace.folder_path({}, 4322) == "/tmp/torchtuned-4322"
+        assert jobtables.folder_path({}, 4322) == "/tmp/torchtuned-4322", "there others could take it away"
+    monkeypatch.setattr(jobtables, "LOCKS", str(tmp_path / "nothing"))
+    assert jobtables.folder_path({}, 4322) == "/tmp/torchtuned-4322"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the folder is root's")
@@ -362,7 +366,8 @@ def test_the_daemon_can_read_it_and_nobody_can_lock_it(
 ) -> None:
     """The daemon is root without the right to read what is private."""
     tmp_path.chmod(0o1777)
-    monkeypatch.setattr(selfplace, "LOCKS", str(tmp_path))
+    for module in (jobtables, selfplace):
+        monkeypatch.setattr(module, "LOCKS", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     before = os.umask(0o077)
     try:

@@ -16,6 +16,7 @@ import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
 SCHEMA = 1
@@ -23,6 +24,39 @@ LOCKS, PREFIX = "/run/lock", "torchtuned-"  # and the user's number: the folder 
 TABLE = "jobs.json"
 PLACED_FOLDER, PLACED = "/run/torchtuned", "placed.json"
 MAX_BYTES = 1 << 20
+
+
+def folder_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
+    """Where the table of a user is."""
+    uid = os.getuid() if uid is None else uid
+    named, usual = environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"
+    if named.startswith("/") and named != usual and _is_own_folder(named, uid):
+        return f"{named}/torchtuned"
+    if _is_free(LOCKS, f"{PREFIX}{uid}", uid):
+        return f"{LOCKS}/{PREFIX}{uid}"
+    return f"{usual}/torchtuned" if _is_own_folder(usual, uid) else f"/tmp/{PREFIX}{uid}"
+
+
+def _is_free(folder: str, name: str, uid: int) -> bool:
+    """Whether a user may have that name in a folder of root's where everybody makes files and nobody takes others'."""
+    try:
+        found = os.lstat(folder)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid or found.st_mode & 0o1777 != 0o1777:
+            return False
+        return os.lstat(f"{folder}/{name}").st_uid == uid
+    except FileNotFoundError as error:
+        return bool(error.filename != folder)
+    except OSError:
+        return False
+
+
+def _is_own_folder(path: str, uid: int) -> bool:
+    """Under sudo XDG_RUNTIME_DIR may be that of another user, whom we do not trust with our names."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
 
 
 def open_folder(path: str) -> int:

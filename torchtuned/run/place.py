@@ -13,7 +13,7 @@ import sys
 import time
 
 from torchtuned import errors
-from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client
+from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client, printable
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.run.trust import trusted
 from torchtuned.words import MAX_RANKS
@@ -133,7 +133,13 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
 
     inside = isinstance(problem, InsideJob)
     ranks = None if counted is None else counted.with_gpus
-    grant = selfplace.place_self(request, pid=os.getpid(), dry=options.explain or inside, ranks=ranks)
+    grant = selfplace.place_self(
+        request,
+        pid=os.getpid(),
+        dry=options.explain or inside,
+        ranks=ranks,
+        waits=lambda why: None if options.quiet else say(f"waiting: {why}"),
+    )
     settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
         where = f"placed without torchtunedd on CPUs {grant['cpus']}"
@@ -294,8 +300,15 @@ def wait_for(
         raise errors.Busy(why, hint="the job would wait")
     if not options.quiet:
         say(f"waiting: {why}")
+    begun = time.monotonic() if deadline is None else deadline - (options.wait or 0)
     absent_since = 0.0
     was_away = False
+
+    def in_vain() -> errors.Busy:
+        from torchtuned.run import waiting
+
+        return waiting.in_vain(round(time.monotonic() - begun, 1), why, holders(client, job, options, mask))
+
     while True:
         left = POLL_S if deadline is None else deadline - time.monotonic()
         try:
@@ -304,12 +317,12 @@ def wait_for(
             if state == "granted":
                 return {**grant, "confinement": "none"}  # what it got comes with Commit
             if left <= 0:
-                raise errors.Busy(f"no place within {options.wait:g} s: {why}")
+                raise in_vain()
             signalled = client.wait_signal("Granted", min(left, POLL_S))
         except errors.DaemonUnreachable:
             was_away, absent_since = True, absent_since or time.monotonic()
             if left <= 0:
-                raise errors.Busy(f"no place within {options.wait:g} s: {why}") from None
+                raise in_vain() from None
             if time.monotonic() - absent_since >= ABSENT_S:
                 raise
             time.sleep(min(left, ASK_S))
@@ -317,9 +330,33 @@ def wait_for(
         except errors.Failed:
             if was_away:
                 raise Forgotten("torchtunedd does not know this job any more") from None
-            raise errors.Busy(f"the wait is over: {why}") from None
+            raise in_vain() from None  # the daemon counts as well
         if signalled is not None and len(signalled) == 2 and signalled[0] == job:
             return read_grant(signalled[1], mask)
+
+
+def holders(client: Client, own: str, options: Options, mask: frozenset[int]) -> list[str]:
+    """Who has what a job waited for, in words; nobody where the daemon does not say."""
+    from torchtuned.run.waiting import holder
+
+    try:
+        objects = client.objects()
+    except errors.TorchtunedError:
+        return []
+    found = []
+    for path, interfaces in objects.items():
+        job = interfaces.get(JOB, {})
+        number, uid, cpus, gpus = (job.get(name) for name in ("Id", "Uid", "Cpus", "Gpus"))
+        if path == own or not isinstance(uid, int) or not isinstance(gpus, list):
+            continue
+        try:
+            on = parse_list(str(cpus)) & mask if not options.gpus else frozenset[int]()
+        except ValueError:
+            continue
+        lent = [printable(str(gpu), 20) for gpu in gpus] if options.gpus else []
+        if on or lent:
+            found.append(holder(printable(f"job {number}", 24), uid, on, lent))
+    return found
 
 
 def confine(grant: dict[str, Any]) -> list[str]:

@@ -19,7 +19,6 @@ import errno
 import fcntl
 import json
 import os
-import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,7 +28,17 @@ from torchtuned import cpulimits, cuda, discover
 from torchtuned.errors import Busy, Failed, HostError, Missing, TorchtunedError
 from torchtuned.files import replace_file
 from torchtuned.host import Host, stat_fields
-from torchtuned.jobtables import LOCKS, MAX_BYTES, PLACED, PLACED_FOLDER, PREFIX, SCHEMA, TABLE, entries, read_table
+from torchtuned.jobtables import (
+    LOCKS,
+    MAX_BYTES,
+    PLACED,
+    PLACED_FOLDER,
+    SCHEMA,
+    TABLE,
+    entries,
+    folder_path,
+    read_table,
+)
 from torchtuned.placement import Grant, Request, Rules, grant_from_json, grant_to_json, place, request_from_json
 from torchtuned.topology import Topology
 
@@ -53,13 +62,14 @@ def place_self(
     pid: int,
     dry: bool = False,
     ranks: Callable[[int], int | None] | None = None,
+    waits: Callable[[str], None] = lambda why: None,
     host: Host | None = None,
 ) -> dict[str, Any]:
     """A grant document for the process `pid`, written to the table unless `dry`.
 
-    `wishes` is a request document; `ranks` tells from the number of GPUs how many ranks the command starts. Raises
-    what place() raises; waits for a place when the request says so. Without /proc (a bare chroot) no job can be told
-    from another, so the job is neither kept to CPUs nor written down: "apart" says whose jobs it was kept apart from.
+    `wishes` is a request document; `ranks` tells from the number of GPUs how many ranks the command starts; `waits` is
+    told why it waits, when the request says so. Raises what place() raises. Without /proc (a bare chroot) no job can be
+    told from another, so it is neither kept to CPUs nor written down: "apart" says whose jobs it was kept apart from.
     """
     host = host or Host()
     warnings: list[str] = []
@@ -76,6 +86,7 @@ def place_self(
     wait = request.wait if request.wait is not None else 0.0 if rules.when_full == "wait" else None
     deadline = None if not wait else time.monotonic() + wait
     apart = host.exists(f"/proc/{pid}/stat")
+    waited = False
     while True:
         notes: list[str] = []
         try:
@@ -86,10 +97,17 @@ def place_self(
                 if apart and not dry:
                     table.write([*jobs, _entry(host, pid, wishes, grant, bound=bound)], notes)
             break
-        except Busy:
-            if wait is None or dry or (deadline is not None and time.monotonic() >= deadline):
+        except Busy as error:
+            if wait is None or dry:
                 raise
-        time.sleep(RETRY_S)
+            if deadline is not None and time.monotonic() >= deadline:
+                from torchtuned.run import waiting
+
+                raise waiting.in_vain(wait, error.what, _holders(host, pid, request, [*placed, *jobs])) from None
+            if not waited:
+                waited = True
+                waits(error.what)
+        time.sleep(RETRY_S if deadline is None else min(RETRY_S, max(0.0, deadline - time.monotonic())))
     warnings += notes
     if request.confine == "cpuset":
         warnings.append("--confine=cpuset needs torchtunedd; the job is kept on its CPUs by affinity")
@@ -199,6 +217,22 @@ def _in_force(
     inherited = {gpu for owner, grant in grants.items() if owner in ancestors for gpu in grant.gpus}
     busy = {address for address, users in Gpus(host).busy().items() if users}
     return [*others, Grant(cpus=frozenset(), gpus=tuple(sorted(busy - inherited)), bound=False)]
+
+
+def _holders(host: Host, pid: int, request: Request, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Who has what a job waited for, in words."""
+    from torchtuned.run.waiting import holder
+
+    ancestors, found = _ancestors(host, pid), []
+    for job in jobs:
+        grant = grant_from_json(job["grant"])
+        cpus = grant.cpus if grant.bound and not request.gpus else frozenset[int]()
+        cpus &= request.affinity or cpus
+        gpus = grant.gpus if request.gpus else ()
+        uid = job.get("uid")
+        if (cpus or gpus) and job["pid"] not in ancestors and type(uid) is int:
+            found.append(holder(f"process {job['pid']}", uid, cpus, gpus))
+    return found
 
 
 def _reachable(host: Host, address: str) -> bool:
@@ -324,39 +358,6 @@ def _why(error: OSError) -> str:
     where = folder_path() if error.filename in (None, LOCK) else error.filename
     way = f" (chmod -R u+rwX {folder_path()})" if error.errno == errno.EACCES else ""
     return f"{where}: {str(error.strerror).lower()}{way}"
-
-
-def folder_path(environ: Mapping[str, str] = os.environ, uid: int | None = None) -> str:
-    """Where the table of a user is."""
-    uid = os.getuid() if uid is None else uid
-    named, usual = environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{uid}"
-    if named.startswith("/") and named != usual and _is_own_folder(named, uid):
-        return f"{named}/torchtuned"
-    if _is_free(LOCKS, f"{PREFIX}{uid}", uid):
-        return f"{LOCKS}/{PREFIX}{uid}"
-    return f"{usual}/torchtuned" if _is_own_folder(usual, uid) else f"/tmp/{PREFIX}{uid}"
-
-
-def _is_free(folder: str, name: str, uid: int) -> bool:
-    """Whether a user may have that name in a folder of root's where everybody makes files and nobody takes others'."""
-    try:
-        found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid or found.st_mode & 0o1777 != 0o1777:
-            return False
-        return os.lstat(f"{folder}/{name}").st_uid == uid
-    except FileNotFoundError as error:
-        return bool(error.filename != folder)
-    except OSError:
-        return False
-
-
-def _is_own_folder(path: str, uid: int) -> bool:
-    """Under sudo XDG_RUNTIME_DIR may be that of another user, whom we do not trust with our names."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
 
 
 def _open_folder() -> int:
