@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from fakes.schema import fits, schema
 
+from torchtuned import jobtables, selfplaced
 from torchtuned.cli import jobs as cli_jobs
+from torchtuned.cli.main import main
 from torchtuned.cpuset import format_list
 from torchtuned.environment import RANKS
 from torchtuned.host import Host
+from torchtuned.placement import Grant, grant_to_json
+from torchtuned.processes import start_time
 
 MINE = sorted(os.sched_getaffinity(0))
 CHILD = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); print(flush=True); sys.stdin.read()"
@@ -69,6 +77,75 @@ def test_a_process_that_has_ended_is_left_out() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     assert verdicts(job(gone.pid, MINE)) == []
+
+
+# without a daemon
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of all users' tables, and no daemon."""
+    monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", "unix:path=/nonexistent/bus")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    for module in (jobtables, selfplaced):
+        monkeypatch.setattr(module, "LOCKS", str(tmp_path / "lock"))
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock").chmod(0o1777)
+    return tmp_path / "lock"
+
+
+def publish(tables: Path, uid: int, *jobs: dict[str, object]) -> None:
+    folder = tables / f"torchtuned-{uid}"
+    folder.mkdir(mode=0o711)
+    (folder / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": jobs}))
+    for path in (folder, folder / "jobs.json"):
+        os.chown(path, uid, -1)
+
+
+def entry(pid: int, **changes: object) -> dict[str, object]:
+    grant = grant_to_json(Grant(cpus=frozenset(MINE), threads=len(MINE)))
+    return {"pid": pid, "start": start_time(pid), "uid": os.getuid(), "since": 1000, "grant": grant, **changes}
+
+
+@pytest.mark.parametrize("child", [(MINE, {})], indirect=True)
+def test_what_placed_itself_is_shown_and_marked(
+    child: subprocess.Popen[str], tables: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(tables, os.getuid(), entry(child.pid), entry(os.getpid(), start=1), entry(os.getpid()) | {"pid": 2**22 - 1})
+    assert main(["jobs", "--threads", "--json"]) == 69
+    captured = capsys.readouterr()
+    [job] = json.loads(captured.out)
+    assert fits(job, schema("jobs"))
+    assert (job["id"], job["selfplaced"], job["cpus"]) == (f"self-{child.pid}", True, format_list(MINE))
+    assert [process["verdict"] for process in job["processes"]] == ["ok"]
+    assert captured.err.startswith("torchtuned: no system bus; only jobs that placed themselves are shown (")
+    assert captured.err.count("\n") == 1
+    assert main(["jobs"]) == 69
+    told = capsys.readouterr().out
+    assert f"self-{child.pid}" in told
+    assert "it placed itself" in told
+    assert main(["map", "--json"]) == 0
+    assert [job["id"] for job in json.loads(capsys.readouterr().out)["jobs"]] == [f"self-{child.pid}"]
+    assert main(["map"]) == 0
+    assert f"A job self-{child.pid}, " in capsys.readouterr().out
+
+
+def test_where_nothing_is_known_nothing_is_claimed(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jobs"]) == 69
+    assert capsys.readouterr().out == ""
+    assert main(["jobs", "--json"]) == 69
+    assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes another user's table")
+@pytest.mark.parametrize("child", [(MINE, {})], indirect=True)
+def test_a_strangers_table_is_believed_in_nothing_of_mine(
+    child: subprocess.Popen[str], tables: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stranger = pwd.getpwnam("nobody").pw_uid
+    publish(tables, stranger, entry(child.pid), entry(child.pid, uid=stranger))
+    assert main(["jobs", "--json"]) == 69
+    assert json.loads(capsys.readouterr().out) == []
 
 
 def test_documents_have_the_properties_in_lower_case_and_in_order() -> None:

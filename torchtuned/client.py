@@ -88,7 +88,8 @@ class Client:
         self._signals: list[tuple[str, list[object]]] = []
         result = self._lib.sd_bus_open_system(byref(self._bus))
         if result < 0:
-            raise errors.DaemonUnreachable(f"no system bus: {os.strerror(-result).lower()}", hint=way_out())
+            why = "" if result == -errno.ENOENT else f": {os.strerror(-result).lower()}"
+            raise errors.DaemonUnreachable(f"no system bus{why}", hint=way_out())
         try:
             self._wait_ready(time.monotonic() + min(timeout_s, CONNECT_S))
         except BaseException:
@@ -287,8 +288,8 @@ def has_systemd() -> bool:
 def way_out() -> str:
     """What to do where no torchtunedd is to be asked."""
     if has_systemd():
-        return "to start torchtunedd: sudo systemctl start torchtuned"
-    return "no systemd runs here, so there is no torchtunedd to ask; torchtuned-run places jobs without it"
+        return "start it: sudo systemctl start torchtuned"
+    return "torchtunedd needs systemd; torchtuned-run does without"
 
 
 def _translate(error: _BusError, number: int) -> errors.TorchtunedError:

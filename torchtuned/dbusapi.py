@@ -13,13 +13,12 @@ from typing import Any
 
 from torchtuned import __version__, cuda
 from torchtuned.bus import Bus, Call, Variant
-from torchtuned.cpuset import format_list
 from torchtuned.errors import InvalidRequest, NoSuchJob
 from torchtuned.findings import Action, Finding, Severity
 from torchtuned.gpus import Sample
 from torchtuned.hostchecks import HostChecks
 from torchtuned.hostpolicy import HostPolicy
-from torchtuned.jobs import Job
+from torchtuned.jobs import Job, job_properties
 from torchtuned.manager import Manager
 from torchtuned.objects import Interface, Method, Objects
 from torchtuned.placement.documents import gpu_properties
@@ -123,11 +122,11 @@ class Api:
         self._changed()
 
     def job_added(self, job: Job) -> None:
-        self._objects.add(job_path(job.id), JOB, {**_job_values(job), "Findings": []})
+        self._objects.add(job_path(job.id), JOB, {**job_properties(job), "Findings": []})
         self._leases_changed()
 
     def job_changed(self, job: Job) -> None:
-        self._objects.update(job_path(job.id), **_job_values(job))
+        self._objects.update(job_path(job.id), **job_properties(job))
         self._leases_changed()
 
     def job_removed(self, job: Job) -> None:
@@ -259,24 +258,6 @@ def job_path(job_id: str) -> str:
 def gpu_path(address: str) -> str:
     """ "0000:01:00.0" is /org/torchtuned1/gpus/0000_01_00_0: a path may hold no other sign."""
     return f"{GPUS}/{re.sub('[^0-9A-Za-z]', '_', address)}"
-
-
-def _job_values(job: Job) -> dict[str, Any]:
-    grant = job.grant
-    return {
-        "Id": job.id,
-        "Pid": job.process.pid,
-        "Uid": job.process.uid,
-        "State": str(job.state),
-        "Cpus": format_list(grant.cpus) if grant else "",
-        "MemoryNodes": format_list(grant.memory_nodes) if grant else "",
-        "Gpus": list(grant.gpus) if grant else [],
-        "Confinement": job.confinement,
-        "Scope": job.scope,
-        "Since": job.since,
-        "Threads": grant.threads if grant else 0,
-        "Warnings": [*(grant.warnings if grant else ()), *job.warnings],
-    }
 
 
 def _rows(rows: Sequence[Row]) -> list[list[str]]:

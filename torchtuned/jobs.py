@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtuned import cuda
 from torchtuned.config import Config
+from torchtuned.cpuset import format_list
 from torchtuned.errors import Failed, InvalidRequest, TorchtunedError
 from torchtuned.files import replace_file, way_out
 from torchtuned.jobtables import PLACED
@@ -85,6 +86,25 @@ def document(job: Job, machine: Topology, config: Config) -> dict[str, Any]:
         "omp_max_gpu": config.env.omp_max_gpu,
         "env_profiles": list(config.env.profiles),
         "limits": dict(config.jobs.limits),
+    }
+
+
+def job_properties(job: Job) -> dict[str, Any]:
+    """The properties of org.torchtuned1.Job, but for what was found where it runs."""
+    grant = job.grant
+    return {
+        "Id": job.id,
+        "Pid": job.process.pid,
+        "Uid": job.process.uid,
+        "State": str(job.state),
+        "Cpus": format_list(grant.cpus) if grant else "",
+        "MemoryNodes": format_list(grant.memory_nodes) if grant else "",
+        "Gpus": list(grant.gpus) if grant else [],
+        "Confinement": job.confinement,
+        "Scope": job.scope,
+        "Since": job.since,
+        "Threads": grant.threads if grant else 0,
+        "Warnings": [*(grant.warnings if grant else ()), *job.warnings],
     }
 
 

@@ -1,4 +1,4 @@
-"""Jobs that placed themselves while no daemon ran (run/selfplace.py), to be adopted by one that comes.
+"""Jobs that placed themselves while no daemon ran (run/selfplace.py), to be adopted by one that comes, or just shown.
 
 Their tables lie in /run/lock/torchtuned-UID, which any user may make there with or without a daemon, and which this
 daemon can read: /tmp and /run/user are hidden from it, and it may not read what only its owner may. So each table is
@@ -7,8 +7,8 @@ for no CPU that such a process may not run on, nor a GPU that somebody else has:
 from Register as well. All that is taken are numbers, checked; no text of it is shown. Nobody's table takes more time
 than USER_S.
 
-A table elsewhere (a private XDG_RUNTIME_DIR, a container, a system without /run/lock) is not found, and its jobs stay
-by themselves.
+A table elsewhere (a private XDG_RUNTIME_DIR, a container, a system without /run/lock) is found by nobody but its user,
+and its jobs stay by themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchtuned import processes
@@ -24,7 +26,7 @@ from torchtuned.cpuset import parse_list
 from torchtuned.errors import InvalidRequest, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.jobs import Job, State
-from torchtuned.jobtables import LOCKS, PREFIX, open_folder, read_table
+from torchtuned.jobtables import LOCKS, PREFIX, folder_path, open_folder, read_table
 from torchtuned.placement import Grant, Rank, Request, grant_from_json
 from torchtuned.processes import Process
 from torchtuned.topology import Topology
@@ -72,16 +74,24 @@ class Tables:
             if time.monotonic() > until:
                 log.warning("the tables in %s take too long", LOCKS)
                 break
-            for job in self._of_user(uid, machine):
+            for job in self._of_user(uid, self._folder / f"{PREFIX}{uid}", machine):
                 found[job.process] = job
-        return sorted(found.values(), key=lambda job: job.process.start)
+        return _oldest_first(found)
+
+    def seen_by(self, uid: int, machine: Topology) -> list[Job]:
+        """What can be believed, for a user who looks without a daemon: the user's own jobs, and for root everybody's.
+
+        The user's own table may lie elsewhere, too, where a daemon would not find it.
+        """
+        found = {job.process: job for job in self.read(machine)} if uid == 0 else {}
+        found |= {job.process: job for job in self._of_user(uid, Path(folder_path(uid=uid)), machine)}
+        return _oldest_first(found)
 
     def forget(self, uid: int) -> None:
         """Read a user's table the next time, changed or not."""
         self._seen.pop(uid, None)
 
-    def _of_user(self, uid: int, machine: Topology) -> list[Job]:
-        path = self._folder / f"{PREFIX}{uid}"
+    def _of_user(self, uid: int, path: Path, machine: Topology) -> list[Job]:
         try:
             folder = open_folder(str(path))
         except OSError:
@@ -101,6 +111,10 @@ class Tables:
             if job is not None:
                 jobs.append(job)
         return jobs
+
+
+def _oldest_first(jobs: Mapping[Process, Job]) -> list[Job]:
+    return sorted(jobs.values(), key=lambda job: job.process.start)
 
 
 def _believed(entry: dict[str, Any], uid: int, machine: Topology) -> Job | None:

@@ -85,14 +85,20 @@ def test_names_of_files_are_no_commands_to_the_terminal(bus: PrivateBus, ready: 
 
 def test_undo_and_apply(bus: PrivateBus, ready: Daemon, tree: Path) -> None:
     swappiness = tree / "proc/sys/vm/swappiness"
-    done = torchtuned(bus, "undo", "sysctl/vm.swappiness")
+    done = torchtuned(bus, "undo", "sysctl/vm.swappiness", "--json")
     assert (done.returncode, swappiness.read_text().strip()) == (0, "60")
+    answer = json.loads(done.stdout)
+    assert (answer["schema"], answer["state"], answer["profile"]) == (1, "ready", "training")
+    assert [(row["knob"], row["outcome"]) for row in answer["knobs"]] == [("sysctl/vm.swappiness", "applied")]
     assert torchtuned(bus, "undo").returncode == 0
     status = torchtuned(bus, "status")
     assert "stopped" in status.stdout
     assert "torchtuned apply" in status.stdout
     assert status.returncode == 0
-    assert torchtuned(bus, "apply").returncode == 0
+    done = torchtuned(bus, "apply", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["schema"], answer["state"]) == (0, 1, "ready")
+    assert {row["knob"]: row["outcome"] for row in answer["knobs"]}["sysctl/vm.swappiness"] == "applied"
     assert swappiness.read_text().strip() == "10"
 
 
@@ -163,5 +169,5 @@ def test_a_daemon_that_hangs(bus: PrivateBus, ready: Daemon) -> None:
 def test_a_daemon_that_is_not_there(bus: PrivateBus) -> None:
     done = torchtuned(bus, "status")
     assert done.returncode == 69
-    way_out = "systemctl start torchtuned" if Path("/run/systemd/system").is_dir() else "no systemd runs here"
+    way_out = "systemctl start torchtuned" if Path("/run/systemd/system").is_dir() else "torchtunedd needs systemd"
     assert way_out in done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtuned.client import printable
+from torchtuned.errors import DaemonUnreachable
 
 SCHEMA = 1  # of every --json document; raised when a key changes its meaning or goes away
 FINE, FINDINGS, USAGE, UNREACHABLE = 0, 1, 2, 69
@@ -22,7 +23,7 @@ FINE, FINDINGS, USAGE, UNREACHABLE = 0, 1, 2, 69
 class Command:
     """`run` gets the parsed arguments and returns the exit status; `options` adds the command's own arguments.
 
-    `json`: the command reads only, and takes --json. `examples` are command lines, shown by --help.
+    `json`: the command has an answer, and takes --json. `examples` are command lines, shown by --help.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Command:
 
 
 def print_json(document: object) -> None:
-    """Print one document of a reading command, readable by people too."""
+    """Print one document, readable by people too."""
     text = json.dumps(document, indent=2, ensure_ascii=False)
     # JSON lets DEL and the control characters above it stand, some terminals take them for commands
     sys.stdout.write(re.sub("[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text) + "\n")
@@ -48,3 +49,8 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """Say something beside the answer, so that a pipe still gets the answer alone."""
     print(f"torchtuned: {printable(text)}", file=sys.stderr)
+
+
+def without(error: DaemonUnreachable, instead: str) -> DaemonUnreachable:
+    """The same trouble, in a line that also says what is done without the daemon."""
+    return DaemonUnreachable(f"{error.what}; {instead}", hint=error.hint)

@@ -1,4 +1,8 @@
-"""The commands about who has what: jobs, gpus, map. Jobs are the daemon's to tell; GPUs and the map do without it."""
+"""The commands about who has what: jobs, gpus, map.
+
+Jobs are the daemon's to tell. Without it they say what they can find by themselves: the jobs that placed themselves,
+the user's own, and for root everybody's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from datetime import UTC, datetime
 
 from torchtuned import discover, processes
 from torchtuned.cli import machine_map, render
-from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, without
 from torchtuned.cli.machine import host_of, watched
 from torchtuned.client import Client, printable
 from torchtuned.cpuset import CpuSet, format_list, parse_list
@@ -20,11 +24,14 @@ from torchtuned.environment import RANKS
 from torchtuned.errors import DaemonUnreachable, HostError
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
+from torchtuned.jobs import job_properties
 from torchtuned.placement.documents import gpu_properties, topology_document
+from torchtuned.selfplaced import Tables
 from torchtuned.topology import GpuFacts
 from torchtuned.wording import size
 
 WATCH_S = 2.0
+ONLY, NONE = "only jobs that placed themselves are shown", "no job that placed itself is known"
 JOB, GPU = "org.torchtuned1.Job", "org.torchtuned1.Gpu"
 Properties = dict[str, object]
 Objects = Mapping[str, Mapping[str, Mapping[str, object]]]
@@ -57,8 +64,13 @@ def jobs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def jobs(args: argparse.Namespace) -> int:
-    with Client() as daemon:
-        found = of_kind(daemon.objects(), JOB)
+    unreachable: DaemonUnreachable | None = None
+    try:
+        with Client() as daemon:
+            found = of_kind(daemon.objects(), JOB)
+    except DaemonUnreachable as error:
+        found = self_placed(Host())
+        unreachable = without(error, ONLY if found else NONE)
     strays = False
     if args.threads:
         for job in found:
@@ -67,13 +79,25 @@ def jobs(args: argparse.Namespace) -> int:
             strays = strays or any(process["verdict"] != "ok" for process in listed)
     if args.json:
         print_json(found)
-    elif not found:
+    elif not found and not unreachable:
         print("No jobs. Start one with: torchtuned-run COMMAND")
-    elif args.threads:
+    elif found and args.threads:
         _print_threads(found)
-    else:
+    elif found:
         _print_jobs(found)
+    if unreachable:
+        raise unreachable
     return FINDINGS if strays else FINE
+
+
+def self_placed(host: Host) -> list[Properties]:
+    """Those jobs that placed themselves and run, as this user may see them, like the daemon's but marked."""
+    machine = discover.topology(host, watch=watched(host))
+    return [
+        {"schema": SCHEMA, "path": "", **_lower(job_properties(job)), "findings": [], "selfplaced": True}
+        | {"id": f"self-{job.process.pid}"}
+        for job in Tables(host).seen_by(os.getuid(), machine)
+    ]
 
 
 def _print_jobs(found: Sequence[Properties]) -> None:
@@ -220,7 +244,7 @@ def _gpus(nvml: Gpus) -> list[Properties]:
         with Client() as daemon:
             found = of_kind(daemon.objects(), GPU)
     except DaemonUnreachable as error:
-        note(f"{error}; which job has a GPU is not known")
+        note(str(without(error, "which job has a GPU is not known")))
         found = [
             {"schema": SCHEMA} | _lower(gpu_properties(gpu))
             for gpu in discover.topology(nvml.host, gpus=nvml.facts(), watch=watched(nvml.host)).gpus
@@ -281,13 +305,15 @@ def _size(value: object) -> str:
 def draw_map(args: argparse.Namespace) -> int:
     host = host_of(args)
     objects: Objects = {}
+    found: list[Properties] = []
     if host.real:
         try:
             with Client() as daemon:
                 objects = daemon.objects()
         except DaemonUnreachable as error:
-            note(f"{error}; the map is without jobs")
-    found = of_kind(objects, JOB)
+            found = self_placed(host)
+            note(str(without(error, ONLY if found else NONE)))
+    found = found or of_kind(objects, JOB)
     names = {str(gpu["address"]): GpuFacts(name=str(gpu.get("name") or "")) for gpu in of_kind(objects, GPU)}
     topology = discover.topology(host, gpus=names, watch=watched(host))
     if args.json:

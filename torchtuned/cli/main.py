@@ -58,15 +58,13 @@ COMMANDS: tuple[Command, ...] = (
         name="apply",
         summary="apply the policy now",
         run=cli_policy.apply,
-        json=False,
-        examples=("sudo torchtuned apply",),
+        examples=("sudo torchtuned apply", "sudo torchtuned apply --json"),
     ),
     Command(
         name="undo",
         summary="give back what was changed: all of it, or the knobs named",
         run=cli_policy.undo,
         options=cli_policy.undo_options,
-        json=False,
         examples=("sudo torchtuned undo", "sudo torchtuned undo sysctl/vm.swappiness"),
     ),
     Command(

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from torchtuned import __version__
 from torchtuned.cli import render
-from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, say
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, say, without
 from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client, has_systemd
 from torchtuned.configfiles import read_config
@@ -30,6 +30,7 @@ from torchtuned.wording import count
 
 CHANGE_S = 120.0  # several knobs may each take their 5 s before they are given up, and polkit may ask a person
 LOOK_S = 10.0
+TO_DO = "not yet applied"
 AMISS = ("drifted", "denied", "failed")  # outcomes that want a look; the others are as they should be
 SERVICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice")  # cgroup v2, v1
 INVOCATIONS = "/run/systemd/units/invocation"  # a link for each unit that is not inactive
@@ -52,8 +53,7 @@ def status(args: argparse.Namespace) -> int:
             except TorchtunedError as error:  # the ledger cannot be read, or a knob hangs: the rest is known
                 fault = str(error)
     except DaemonUnreachable as error:
-        if args.json:
-            print_json({"schema": SCHEMA, "state": "unreachable", "profile": "", "knobs": [], "error": str(error)})
+        _unreachable(args, error)
         raise
     stopped = properties.get("State") == "stopped"  # given back on purpose, so nothing has drifted
     amiss = [row for row in knobs if row["outcome"] in AMISS and not stopped]
@@ -74,6 +74,12 @@ def status(args: argparse.Namespace) -> int:
         print()
         render.plan(amiss)
     return result
+
+
+def _unreachable(args: argparse.Namespace, error: DaemonUnreachable) -> None:
+    """The document of a command that got no answer."""
+    if args.json:
+        print_json({"schema": SCHEMA, "state": "unreachable", "profile": "", "knobs": [], "error": str(error)})
 
 
 def tally(knobs: Sequence[render.Row]) -> str:
@@ -103,6 +109,8 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
 
 def plan(args: argparse.Namespace) -> int:
     state, profile, knobs = look(args, "Plan")
+    if not args.json:  # a program knows that it is a plan, a person may read a row by itself
+        knobs = [{**row, "outcome": TO_DO} if row["outcome"] == "applied" else row for row in knobs]
     _show(args, state, profile, knobs)
     return FINE
 
@@ -122,7 +130,7 @@ def look(args: argparse.Namespace, what: str) -> tuple[str, str, list[render.Row
                 properties = daemon.properties(ROOT, MANAGER)
                 return str(properties.get("State")), str(properties.get("Profile")), _ask(daemon, what)
         except DaemonUnreachable as error:
-            note(f"{error}; worked out by this command, for a machine without jobs")
+            note(str(without(error, "worked out here, as without jobs")))
     config = read_config(host, args.profile)
     engine, tuners = Engine(host, local_ledger(host)), tuners_of(host)
     if what == "Plan":
@@ -190,8 +198,11 @@ def _ask(daemon: Client, method: str, signature: str = "", *values: object) -> l
 
 
 def apply(args: argparse.Namespace) -> int:
-    with Client(timeout_s=CHANGE_S, interactive=True) as daemon:
-        return _changed(_ask(daemon, "Apply"))
+    try:
+        return _changed(args, *_have("Apply"))
+    except DaemonUnreachable as error:
+        _unreachable(args, error)
+        raise
 
 
 def undo_options(parser: argparse.ArgumentParser) -> None:
@@ -200,21 +211,32 @@ def undo_options(parser: argparse.ArgumentParser) -> None:
 
 def undo(args: argparse.Namespace) -> int:
     try:
-        with Client(timeout_s=CHANGE_S, interactive=True) as daemon:
-            return _changed(_ask(daemon, "Undo", "as", args.knobs))
+        return _changed(args, *_have("Undo", "as", args.knobs))
     except DaemonUnreachable as error:
         if os.geteuid() != 0:
             raise NotAuthorized(
-                f"{error}; without it only root can give values back", hint="sudo torchtuned undo"
+                f"{error.what}; without it only root can give values back", hint="sudo torchtuned undo"
             ) from None
-        note(f"{error}; giving back what its ledger tells")
+        note(str(without(error, "given back by the ledger that it left")))
     host = Host()
     rows = Engine(host, local_ledger(host)).undo(args.knobs, tuners=tuners_of(host))
-    return _changed([row_document(row) for row in rows])
+    return _changed(args, "unreachable", "", [row_document(row) for row in rows])
 
 
-def _changed(knobs: Sequence[render.Row]) -> int:
-    if knobs:
+def _have(method: str, signature: str = "", *values: object) -> tuple[str, str, list[render.Row]]:
+    """Have the daemon change something: its state and profile afterwards, and the rows."""
+    properties: dict[str, object] = {"State": "unreachable", "Profile": ""}
+    with Client(timeout_s=CHANGE_S, interactive=True) as daemon:
+        rows = _ask(daemon, method, signature, *values)
+        with contextlib.suppress(TorchtunedError):  # what has been done is told all the same
+            properties = daemon.properties(ROOT, MANAGER)
+    return str(properties.get("State")), str(properties.get("Profile")), rows
+
+
+def _changed(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row]) -> int:
+    if args.json:
+        print_json({"schema": SCHEMA, "state": state, "profile": profile, "knobs": knobs})
+    elif knobs:
         render.plan(knobs)
     else:
         print("Nothing to do.")
