@@ -6,6 +6,7 @@ import json
 import shlex
 import tarfile
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,19 @@ def test_reading_ends_in_time_and_tells_its_progress(tmp_path: Path) -> None:
     assert shares[-1] == 1.0
 
 
+def test_the_cache_is_read_no_further_than_the_disk_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the rest of a file that is too large for the time would count as from the cache."""
+    for i in range(3):
+        (tmp_path / f"{i}").write_bytes(bytes(5 << 20))
+    clock = chain((i * 0.1 for i in range(9)), (1 + i * 0.001 for i in range(1000)))  # the cache is faster
+    monkeypatch.setattr(reading.time, "monotonic", lambda: next(clock))
+    found = reading.measure([str(tmp_path / f"{i}") for i in range(3)], seconds=0.75)
+    assert found is not None
+    assert found.cold is not None
+    assert 5 << 20 < found.cold.read < 10 << 20
+    assert found.warm.read == found.cold.read
+
+
 def test_files_of_others_stay_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes(1000))
     monkeypatch.setattr("os.geteuid", lambda: 12345)
@@ -212,7 +226,7 @@ def test_what_concerns_a_job_is_for_its_user_and_for_root_and_told_once(
     found = [replace(FOUND, job=job.id, evidence=f"in {job.id}") for job in jobs]
     theirs = [finding.document() for finding in found if uid in (0, {"7": 1000, "8": 1001}[finding.job])]
     unsure = [Unchecked(code=FOUND.code, because="another user's")]
-    monkeypatch.setattr(check.checks, "run_checks", lambda *_, **__: (found, unsure))
+    monkeypatch.setattr(check.checks, "look", lambda *_: (found, unsure))
     monkeypatch.setattr(check, "_ask_daemon", lambda: (jobs, frozenset(), theirs))
     monkeypatch.setattr(check.os, "getuid", lambda: uid)
     monkeypatch.setattr("sys.argv", ["torchtuned", "check", "--json"])

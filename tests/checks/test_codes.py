@@ -796,6 +796,7 @@ CASES = (
 )
 ELSEWHERE = {
     "TT064": "test_pci.py",
+    "TT078": "test_contention.py",
     **dict.fromkeys(("TT074", "TT075", "TT076"), "test_wheel.py"),
 }
 

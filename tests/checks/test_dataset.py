@@ -8,8 +8,9 @@ import pytest
 from fakes.sound import MOUNTS, build
 from fakes.tree import make_tree
 
-from torchtuned.checks import dataset, run_checks
+from torchtuned.checks import dataset, registry, run_checks, walk
 from torchtuned.checks.registry import Machine
+from torchtuned.cli import main as cli
 from torchtuned.errors import Missing
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
@@ -20,6 +21,9 @@ HDD = {f"sys/block/sd{x}/queue/rotational": "1\n" for x in "ab"}
 def machine(folder: Path, files: dict[str, str], data: str = "/data") -> Machine:
     host = Host(build(folder, files).root)
     return Machine(host, Gpus(host), data=data)
+
+
+TURNS = {"sys/dev/block/8:1": "-> ../../devices/x/sda", "sys/block/sda/queue/read_ahead_kb": "128\n", **HDD}
 
 
 def on(device: str, *more: str) -> str:
@@ -56,6 +60,32 @@ def test_crypt_on_lvm_on_raid_on_two_disks(tmp_path: Path) -> None:
     ]
     [finding], _ = run_checks(host.host, host.gpus, ["TT035"], data="/data")
     assert finding.fix == "copy it to flash before training: rsync -a /data/ /data-copy/"
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("51 22 259:5 / /fast rw - xfs /dev/nvme1n1 rw", "/fast/data-copy/"),
+        ("51 22 259:5 / /fast rw - xfs /dev/nvme1n1 ro", "/data-copy/"),
+        ("51 22 259:5 / /fast ro,relatime - xfs /dev/nvme1n1 rw", "/data-copy/"),
+        ("51 22 259:5 /x /fast/hosts rw - xfs /dev/nvme1n1 rw", "/data-copy/"),  # one file, as containers have them
+        ("51 22 259:2 / /var/lib/x rw - ext4 /dev/nvme0n1p2 rw", "/data-copy/"),  # the same file system once more
+    ],
+)
+def test_a_copy_goes_where_it_can_be_written(tmp_path: Path, line: str, place: str) -> None:
+    room = "".join(f"{name} {900 << 30} {free << 30} 0 0\n" for name, free in
+                   {"/": 500, "/fast": 800, "/fast/hosts": 800, "/var/lib/x": 500}.items())  # fmt: skip
+    files = {**TURNS, "proc/self/mountinfo": on("8:1", line), "fast/hosts": "x", "var/lib/x/y": "x"}
+    host = machine(tmp_path, {**files, ".torchtuned/space": room})
+    [finding], _ = run_checks(host.host, host.gpus, ["TT035"], data="/data")
+    assert finding.fix.endswith(f"rsync -a /data/ {place}")
+
+
+def test_a_copy_needs_room_and_a_file_is_no_folder(tmp_path: Path) -> None:
+    files = {**TURNS, "proc/self/mountinfo": on("8:1"), ".torchtuned/space": f"/ {9 << 30} 500 0 0\n"}
+    host = machine(tmp_path, files)
+    [finding], _ = run_checks(host.host, host.gpus, ["TT035"], data="/data/shard-0.tar")
+    assert finding.fix.endswith("rsync -a /data/shard-0.tar A-FOLDER-ON-FLASH/")  # it has 1000 bytes
 
 
 def test_an_overlay_lies_where_its_upper_folder_lies(tmp_path: Path) -> None:
@@ -143,12 +173,22 @@ def test_a_path_with_blanks_and_a_path_that_is_not_there(tmp_path: Path) -> None
 def test_look_counts_what_is_there(tmp_path: Path) -> None:
     make_tree(tmp_path, {f"data/{i}/{j}.bin": "x" * (i + 1) for i in range(4) for j in range(5)})
     (tmp_path / "data/link").symlink_to("/")
-    found = dataset.look(Machine(Host(tmp_path), Gpus(Host(tmp_path))), "/data")
+    found = walk.walk(str(tmp_path / "data"))
     assert (len(found.sizes), found.sizes[0], found.sizes[-1], found.whole) == (20, 1, 4, True)
 
 
 def test_look_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tree(tmp_path, {f"data/{i}": "x" for i in range(50)})
-    monkeypatch.setattr(dataset, "MOST_FILES", 20)
-    found = dataset.look(Machine(Host(tmp_path), Gpus(Host(tmp_path))), "/data")
+    monkeypatch.setattr(walk, "MOST_FILES", 20)
+    found = walk.walk(str(tmp_path / "data"))
     assert (len(found.sizes), found.whole) == (20, False)
+
+
+def test_the_data_is_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all checks together, and by the command that tells its size."""
+    seen: list[str] = []
+    walked = walk.walk
+    monkeypatch.setattr(registry, "walk", lambda root: seen.append(root) or walked(root))
+    root = build(tmp_path, {**TURNS, "proc/self/mountinfo": on("8:1")}).root
+    cli.main(["check", "--sysroot", str(root), "--data", "/data", "--json"])
+    assert len(seen) == 1

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from torchtuned.checks import (  # noqa: F401  each registers its checks
     cgroups,
     container,
+    contention,
     cudastart,
     cudause,
     dataset,
@@ -39,6 +40,7 @@ __all__ = [
     "driver",
     "find",
     "gpu",
+    "look",
     "run_checks",
     "xid",
 ]
@@ -70,5 +72,9 @@ def run_checks(
 
     Blocks (files, NVML, the journal): keep it off an event loop. InvalidRequest for a code that there is not.
     """
-    machine = Machine(host, gpus, ours, caller=caller, jobs=jobs, python=python, data=data, watch=watch)
+    return look(Machine(host, gpus, ours, caller=caller, jobs=jobs, python=python, data=data, watch=watch), only)
+
+
+def look(machine: Machine, only: Sequence[str] | None = None) -> tuple[list[Finding], list[Unchecked]]:
+    """As run_checks(), for a caller who goes on looking at the same machine."""
     return run_all(machine, REGISTRY if only is None else {find(code).code for code in only})

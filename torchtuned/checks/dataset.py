@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from stat import S_ISDIR, S_ISREG
 
 from torchtuned.checks.files import basename
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
@@ -24,22 +24,8 @@ NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "glusterfs", "ss
 PARALLEL = ("lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs")  # made for it: no finding
 MEMORY = ("tmpfs", "ramfs")
 VIRTUAL = ("QEMU", "VMware", "Msft", "Google", "VBOX")
-LOOK_S, MOST_FILES = 3.0, 50_000
 MANY, SMALL, LARGE = 10_000, 128 << 10, 8 << 20
 AHEAD_SEQUENTIAL_KB, AHEAD_RANDOM_KB = 1024, 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """A look at the files: all of them when `whole`, else the first ones. `sizes` in bytes, sorted."""
-
-    paths: tuple[str, ...]
-    sizes: tuple[int, ...]
-    whole: bool
-
-    @property
-    def median(self) -> int:
-        return self.sizes[len(self.sizes) // 2] if self.sizes else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,33 +137,6 @@ def describe(machine: Machine, name: str) -> str:
     return f"{name} ({'NVMe' if name.startswith('nvme') else kind})"
 
 
-def look(machine: Machine, path: str) -> Files:
-    """Walk the data for at most LOOK_S seconds and MOST_FILES files. Folders that cannot be read are passed over."""
-    root = os.path.join(machine.host.root, path.lstrip("/"))
-    found: list[tuple[int, str]] = []
-    until, waiting = time.monotonic() + LOOK_S, [root]
-    if os.path.isfile(root):
-        return Files(paths=(root,), sizes=(os.path.getsize(root),), whole=True)
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    elif entry.is_file():
-                        found.append((entry.stat().st_size, entry.path))
-                    if len(found) >= MOST_FILES or time.monotonic() > until:
-                        waiting.append("")
-                        raise TimeoutError
-        except TimeoutError:
-            break
-        except OSError:
-            continue
-    return Files(
-        paths=tuple(name for _, name in found), sizes=tuple(sorted(number for number, _ in found)), whole=not waiting
-    )
-
-
 def _data(machine: Machine) -> Dataset | None:
     return None if machine.data is None else locate(machine, machine.data)
 
@@ -210,26 +169,29 @@ def turning(machine: Machine) -> Iterator[Seen | Unseen]:
 
 
 def staging_target(machine: Machine) -> str:
-    """The mount point on flash with the most room, "" without one."""
-    found = []
+    """The mount point on flash with the most room of those that can be written, "" without one with room for the
+    data."""
+    found = [(sum(machine.data_files.sizes), "")]
     for mount in mounts(machine.host, "self"):
         device = device_of(machine.host, mount) if mount.kind in ("ext4", "xfs", "btrfs", "f2fs") else ""
-        if not device:
+        if not device or mount.read_only:
             continue
         layers, _ = _stack(machine, [], device, 4)
         disks = [name for name in layers if _is_disk(name)]
         if disks and all(_turns(machine, name) is False for name in disks):
             try:
-                found.append((machine.host.space(mount.point).free, mount.point))
+                if S_ISDIR(machine.host.stat(mount.point).st_mode):  # containers mount single files
+                    found.append((machine.host.space(mount.point).free, mount.point))
             except HostError:
                 continue
-    return max(found, default=(0, ""))[1]
+    return max(found, key=lambda one: (one[0], -len(one[1])))[1]  # of one file system the mount nearest to /
 
 
 def _copy(machine: Machine, data: Dataset) -> str:
     target = staging_target(machine)
     place = os.path.join(target, f"{basename(data.path)}-copy") if target else "A-FOLDER-ON-FLASH"
-    return shlex.join(["rsync", "-a", f"{data.path}/", f"{place}/"])
+    a_file = S_ISREG(machine.host.stat(data.path).st_mode)
+    return shlex.join(["rsync", "-a", data.path if a_file else f"{data.path}/", f"{place}/"])
 
 
 @rule(
@@ -265,7 +227,7 @@ def read_ahead(machine: Machine) -> Iterator[Seen | Unseen]:
     data = _data(machine)
     if data is None or data.read_ahead_kb is None or data.rotational is None:
         return
-    files = look(machine, data.path)
+    files = machine.data_files
     path, median = f"/sys/block/{data.layers[0]}/queue/read_ahead_kb", size(files.median)
     if data.rotational and files.median >= LARGE and data.read_ahead_kb < AHEAD_SEQUENTIAL_KB:
         yield Seen(
@@ -293,7 +255,7 @@ def small_files(machine: Machine) -> Iterator[Seen | Unseen]:
     data = _data(machine)
     if data is None:
         return
-    files = look(machine, data.path)
+    files = machine.data_files
     if len(files.sizes) >= MANY and files.median < SMALL:
         slow = data.rotational or data.kind in ("network", "fuse")
         yield Seen(

@@ -56,15 +56,11 @@ def measure(
     chosen = sample(paths)
     own = [path for path in chosen if _owned(path)]
     dropped = [path for path in own if _drop(path)]
-    cold = None
     because = "" if dropped else "none of the files is yours, so none is taken out of the cache"
-    if dropped:
-        cold = _read(dropped, seconds, lambda share: progress(share / 2))
-        again = dropped[: cold.files]
-    else:
-        first = _read(chosen, seconds, lambda share: progress(share / 2))
-        again = chosen[: first.files]
-    warm = _read(again, seconds, lambda share: progress(0.5 + share / 2))
+    first = _read(dropped or chosen, seconds, lambda share: progress(share / 2))
+    cold = first if dropped else None
+    # no further into the last file than before: the rest of it is not in the cache
+    warm = _read(dropped or chosen, seconds, lambda share: progress(0.5 + share / 2), most=first.read)
     progress(1.0)
     if not warm.read:
         return None
@@ -93,7 +89,9 @@ def _drop(path: str) -> bool:
     return True
 
 
-def _read(paths: Sequence[str], seconds: float, progress: Callable[[float], None]) -> Rate:
+def _read(
+    paths: Sequence[str], seconds: float, progress: Callable[[float], None], *, most: int = MOST_BYTES
+) -> Rate:
     start = now = time.monotonic()
     read = files = 0
     for path in paths:
@@ -106,7 +104,7 @@ def _read(paths: Sequence[str], seconds: float, progress: Callable[[float], None
             while data := os.read(fd, CHUNK):
                 read += len(data)
                 now = time.monotonic()
-                if now - start > seconds or read > MOST_BYTES:
+                if now - start > seconds or read >= most:
                     break
         except OSError:
             pass
@@ -114,6 +112,6 @@ def _read(paths: Sequence[str], seconds: float, progress: Callable[[float], None
             os.close(fd)
         now = time.monotonic()
         progress(min(1.0, (now - start) / seconds))
-        if now - start > seconds or read > MOST_BYTES:
+        if now - start > seconds or read >= most:
             break
     return Rate(read=read, files=files, seconds=max(now - start, 1e-6))

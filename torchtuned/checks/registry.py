@@ -7,16 +7,19 @@ let rise: a HostError becomes an Unchecked. Its docstring is what `--explain COD
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
 
 from torchtuned import discover
+from torchtuned.checks.activity import Activity, activity
+from torchtuned.checks.walk import Files, walk
 from torchtuned.cpuset import CpuSet
 from torchtuned.errors import HostError, Missing
 from torchtuned.findings import Action, Finding, Severity, Unchecked
 from torchtuned.gpus import Gpus, Reading
-from torchtuned.host import Host, stat_fields
+from torchtuned.host import Host
 from torchtuned.nvidia import Function, functions
 from torchtuned.topology import NVIDIA, Topology
 
@@ -104,13 +107,21 @@ class Machine:
         return discover.topology(self.host, gpus=self.gpus.facts(), watch=self.watch)
 
     @cached_property
+    def activity(self) -> Activity:
+        """What ran when the checks began to look at processes."""
+        return activity(self.host)
+
+    @cached_property
+    def data_files(self) -> Files:
+        """The files of the data set that a person named; none without one."""
+        if self.data is None:
+            return Files(paths=(), sizes=(), whole=True)
+        return walk(os.path.join(self.host.root, self.data.lstrip("/")))
+
+    @property
     def parents(self) -> Mapping[int, int]:
         """The parent of every process that can be seen."""
-        found = {}
-        for name in self.host.list("/proc"):
-            if name.isdigit() and (stat := self.text(f"/proc/{name}/stat")):
-                found[int(name)] = int(stat_fields(stat)[1])
-        return found
+        return self.activity.parents
 
     def family(self, pid: int) -> list[int]:
         """A process and all that descend from it, itself first."""

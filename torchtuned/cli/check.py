@@ -57,10 +57,14 @@ def check_options(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> int:
     host = host_of(args)
     args.python, args.data = _found(host, "--python", args.python), _found(host, "--data", args.data)
-    if args.explain:
-        return _explain(args, host, checks.find(args.explain))
-    found, unchecked = _run(args, host, None)
-    data = _data(args, host) if args.data else None
+    one = checks.find(args.explain) if args.explain else None
+    jobs, ours, theirs = _ask_daemon() if host.real else ([], frozenset[str](), list[Document]())
+    options = {"python": args.python, "data": args.data}
+    machine = Machine(host, Gpus(host), ours, jobs=jobs, watch=watched(host), **options)
+    found, unchecked = _run(machine, theirs, one.code if one else None)
+    if one:
+        return _explain(one, found, unchecked, as_json=args.json)
+    data = _data(machine, args.data, quiet=args.json) if args.data else None
     if args.json:
         document: dict[str, object] = {"schema": SCHEMA, "findings": found, "unchecked": unchecked}
         print_json(document | ({"data": data} if data else {}))
@@ -81,19 +85,10 @@ def _found(host: Host, option: str, path: str | None) -> str | None:
     return place
 
 
-def _run(args: argparse.Namespace, host: Host, only: Sequence[str] | None) -> tuple[list[Document], list[Document]]:
+def _run(machine: Machine, theirs: Sequence[Document], only: str | None) -> tuple[list[Document], list[Document]]:
     """Findings, worst first, and what could not be looked at."""
-    jobs: list[Running] | None = []
-    ours: frozenset[str] = frozenset()
-    theirs: list[Document] = []
-    if host.real:
-        try:
-            jobs, ours, theirs = _ask_daemon()
-        except TorchtunedError:
-            jobs = None  # each check that needs them says so
-    options = {"python": args.python, "data": args.data}
-    findings, unseen = checks.run_checks(host, Gpus(host), only, ours=ours, jobs=jobs, watch=watched(host), **options)
-    mine = {job.id for job in jobs or () if os.getuid() in (0, job.uid)}  # the rest is for their users, as on the bus
+    findings, unseen = checks.look(machine, [only] if only else None)
+    mine = {job.id for job in machine.jobs if os.getuid() in (0, job.uid)}  # the rest is for their users, as on the bus
     found = [finding.document() for finding in findings if not finding.job or finding.job in mine]
     told = {(document["code"], document["evidence"]) for document in found}
     unsure = {item.code for item in unseen}
@@ -110,12 +105,16 @@ def _rank(document: Document) -> int:
     return ORDER.index(document["severity"]) if document["severity"] in ORDER else len(ORDER)
 
 
-def _ask_daemon() -> tuple[list[Running], frozenset[str], list[Document]]:
-    """Its running jobs, the knobs that it set, and what it finds itself."""
-    with Client(timeout_s=LOOK_S) as daemon:
-        jobs = running(daemon.objects())
-        [rows] = daemon.call(ROOT, MANAGER, "Verify")
-        [found] = daemon.call(ROOT, MANAGER, "Check")
+def _ask_daemon() -> tuple[list[Running] | None, frozenset[str], list[Document]]:
+    """Its running jobs, the knobs that it set, and what it finds itself. Without a daemon nobody knows of jobs, and
+    each check that needs them says so."""
+    try:
+        with Client(timeout_s=LOOK_S) as daemon:
+            jobs = running(daemon.objects())
+            [rows] = daemon.call(ROOT, MANAGER, "Verify")
+            [found] = daemon.call(ROOT, MANAGER, "Check")
+    except TorchtunedError:
+        return None, frozenset(), []
     ours = frozenset(str(row[0]) for row in rows if row[3] in SET) if isinstance(rows, list) else frozenset[str]()
     documents = [
         {"cost": "", **{key: str(value) for key, value in item.items()}}
@@ -188,11 +187,10 @@ def _codes(codes: Sequence[str]) -> str:
     return ", ".join(unique[:2]) + (f" and {len(unique) - 2} more" if len(unique) > 2 else "")
 
 
-def _explain(args: argparse.Namespace, host: Host, one: Check) -> int:
-    found, unchecked = _run(args, host, [one.code])
+def _explain(one: Check, found: Sequence[Document], unchecked: Sequence[Document], *, as_json: bool) -> int:
     facts = {"code": one.code, "title": one.title, "explanation": one.explanation}
     facts |= {name: text for name, text in (("cost", one.cost), ("source", one.source)) if text}
-    if args.json:
+    if as_json:
         print_json({"schema": SCHEMA, **facts, "findings": found, "unchecked": unchecked})
         return FINE
     rows = [("looks at", one.explanation)]
@@ -210,14 +208,13 @@ def _explain(args: argparse.Namespace, host: Host, one: Check) -> int:
 # the data set
 
 
-def _data(args: argparse.Namespace, host: Host) -> dict[str, object] | None:
+def _data(machine: Machine, path: str, *, quiet: bool) -> dict[str, object] | None:
     """What there is to say of the data set, and how fast it reads. None where it cannot be located."""
-    machine = Machine(host, Gpus(host), data=args.data)
     try:
-        place = dataset.locate(machine, args.data)
+        place = dataset.locate(machine, path)
     except HostError:
         return None
-    files = dataset.look(machine, place.path)
+    host, files = machine.host, machine.data_files
     told: dict[str, object] = {
         "path": place.path,
         "mount": place.mount.point,
@@ -237,7 +234,7 @@ def _data(args: argparse.Namespace, host: Host) -> dict[str, object] | None:
         "memory_bytes": memory(machine).get("MemAvailable") if host.exists("/proc/meminfo") else None,
     }
     if host.real and files.paths:
-        told |= _rates(files.paths, quiet=args.json)
+        told |= _rates(files.paths, quiet=quiet)
         told["staging_seconds"] = _staging(told)
     return told
 
@@ -307,7 +304,7 @@ def _data_facts(told: Mapping[str, object]) -> list[tuple[str, str]]:
             )
     if told.get("not_measured"):
         rows.append(("from disk", f"not measured: {told['not_measured']}"))
-    if told.get("staging_seconds") is not None and told["staging_target"]:
+    if told.get("staging_seconds") is not None and told["staging_target"] and told["rotational"] is not False:
         target = told["staging_target"]
         rows.append(("staging", f"a copy to {target} takes {number('staging_seconds'):g} s or more, at that rate"))
     return rows
