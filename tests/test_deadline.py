@@ -24,6 +24,14 @@ def test_calls_share_one_thread() -> None:
     assert len({deadline.run("a", threading.get_ident) for _ in range(100)}) == 1
 
 
+def test_the_thread_ends_with_its_owner() -> None:
+    deadline = Deadline(5)
+    thread = deadline.run("a", threading.current_thread)
+    del deadline
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def test_a_call_that_hangs_is_left_behind_until_it_comes_back() -> None:
     deadline, release = Deadline(0.1), threading.Event()
     before = threading.active_count()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimedOut
@@ -66,6 +67,7 @@ class Deadline:
             del self._hanging[key]
         if self._inbox is None:
             self._inbox = SimpleQueue()
+            weakref.finalize(self, self._inbox.put, None)  # the thread ends with its owner
             threading.Thread(target=_work, args=(self._inbox,), name="knobs", daemon=True).start()
         future: Future[T] = Future()
         self._inbox.put((call, future))
