@@ -1,4 +1,4 @@
-"""Who takes the CPUs of a job: a machine looked at twice."""
+"""Who takes the CPUs of a job: a machine looked at again and again."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchtuned.host import Host
 
 Files = Mapping[str, str | bytes | None]
 BOB = "user.slice/user-1001.slice/session-9.scope"
-TICKS = 20  # between the two looks
+TICKS = 20  # between two looks
+LOOKS = range(3)
 
 
-class TwoLooks(Host):
+class Moving(Host):
     """A machine that has moved on when it is looked at once more."""
 
-    def __init__(self, before: Path, after: Path) -> None:
-        super().__init__(before)
-        self._after, self._looks = after, 0
+    def __init__(self, roots: list[Path]) -> None:
+        super().__init__(roots[0])
+        self.roots, self.looks = roots, 0
 
     def read_bytes(self, path: str) -> bytes:
-        self._looks += path == "/proc/stat"
-        if self._looks == 2:
-            self._prefix = str(self._after)
+        if path == "/proc/stat":
+            self._prefix, self.looks = str(self.roots[self.looks]), self.looks + 1
         return super().read_bytes(path)
 
 
@@ -47,10 +47,10 @@ def computes(
     place: str = BOB,
     parent: int = 1,
     name: str = "cc1",
-) -> dict[bool, dict[str, str]]:
-    """A process, before and after, with a thread on each of these CPUs."""
-    both = {}
-    for later in (False, True):
+) -> dict[int, dict[str, str]]:
+    """A process at each look, with a thread on each of these CPUs."""
+    found = {}
+    for later in LOOKS:
         files = process(pid, name=name, place=place, cpus="0-15")
         files[f"proc/{pid}/status"] = STATUS.format("0-15").replace("1000", str(uid))
         files[f"proc/{pid}/stat"] = stat(name, used=500 + later * ticks, cpu=cpus[0], state="R", parent=parent)
@@ -58,14 +58,14 @@ def computes(
             thread = stat(name, used=0, cpu=cpu, state="R", parent=parent)
             files[f"proc/{pid}/task/{int(pid) + i}/stat"] = thread
         files[f"proc/{pid}/task/{pid}9/stat"] = stat(name, used=0, cpu=0, state="S", parent=parent)
-        both[later] = files
-    return both
+        found[later] = files
+    return found
 
 
-def times(*, idle: int) -> dict[bool, str]:
+def times(*, idle: int) -> dict[int, str]:
     """/proc/stat of 16 CPUs that are idle for so many of the ticks."""
     found = {}
-    for later in (False, True):
+    for later in LOOKS:
         ticks = f"{900 + later * (TICKS - idle)} 0 0 {100 + later * idle} 0 0 0 0 0 0"
         found[later] = "cpu 1 0 0 1\n" + "".join(f"cpu{cpu} {ticks}\n" for cpu in range(16))
     return found
@@ -77,21 +77,21 @@ def pressure(share: float, place: str = SCOPE) -> dict[str, str]:
 
 def look(
     folder: Path,
-    *programs: Mapping[bool, Mapping[str, str]],
+    *programs: Mapping[int, Mapping[str, str]],
     files: Files = {},  # noqa: B006  never changed
     idle: int = 10,
     jobs: tuple[Running, ...] = (JOB,),
     caller: bool = True,
 ) -> tuple[list[Finding], list[str]]:
-    roots = {}
-    for later in (False, True):
+    roots = []
+    for later in LOOKS:
         (folder / str(later)).mkdir(parents=True)
         tree: dict[str, str | bytes | None] = {"proc/stat": times(idle=idle)[later], **files}
         for program in programs:
             tree |= program[later]
         passwd = "ann:x:1000:1000::/home/ann:/bin/bash\nbob:x:1001:1001::/home/bob:/bin/bash\n"
-        roots[later] = build(folder / str(later), {"etc/passwd": passwd, **tree}).root
-    host = TwoLooks(roots[False], roots[True])
+        roots.append(build(folder / str(later), {"etc/passwd": passwd, **tree}).root)
+    host = Moving(roots)
     findings, unchecked = run_checks(host, Gpus(host), ["TT078"], jobs=jobs, caller=caller)
     return findings, [item.because for item in unchecked]
 
@@ -126,16 +126,25 @@ def test_tt078_a_compiler_on_a_jobs_cpus(tmp_path: Path) -> None:
         (computes("4200", ticks=2 * TICKS, cpus=(1, 2), parent=2, name="kworker/1:2"), 37),
     ],
 )
-def test_a_job_that_nobody_disturbs(tmp_path: Path, other: dict[bool, dict[str, str]], waited: float) -> None:
+def test_a_job_that_nobody_disturbs(tmp_path: Path, other: dict[int, dict[str, str]], waited: float) -> None:
     busy = computes("4001", ticks=8 * TICKS, cpus=tuple(range(8)), uid=1000, place=SCOPE, parent=4000)
     assert look(tmp_path, busy, other, files=pressure(waited)) == ([], [])
 
 
 def test_a_process_that_has_just_begun_counts(tmp_path: Path) -> None:
-    new = computes("4200", ticks=2 * TICKS - 500, cpus=(1, 2))
-    new[False] = {}
-    [finding], _ = look(tmp_path, new, files=pressure(37))
-    assert "take 2.0 of CPUs 0-7" in finding.evidence
+    new = computes("4200", ticks=(2 * TICKS - 500) // 2, cpus=(1, 2))  # 2 * TICKS at the third look
+    steady = computes("4300", ticks=TICKS, cpus=(3,))
+    new[1] = {}
+    [finding], _ = look(tmp_path, new, steady, files=pressure(37))
+    assert "take 3.0 of CPUs 0-7" in finding.evidence
+
+
+def test_what_is_over_in_a_moment_is_not_told(tmp_path: Path) -> None:
+    login = computes("4200", ticks=2 * TICKS, cpus=(1, 2))
+    login[2] = login[1]
+    assert look(tmp_path / "a", login, files=pressure(37)) == ([], [])
+    login[2] = {}
+    assert look(tmp_path / "b", login, files=pressure(37)) == ([], [])
 
 
 @pytest.mark.parametrize(("idle", "told"), [(0, True), (10, False)])

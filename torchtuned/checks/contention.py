@@ -17,7 +17,8 @@ from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.findings import Action, Severity
 from torchtuned.host import stat_fields
 
-LOOK_S = 0.15  # between the two looks, at least
+LOOK_S = 0.15  # between the first two looks, at least
+SURE_S = 0.4  # to the third, by which a login or a cron job of a moment is over
 SLIGHT = 0.05  # of one CPU's time; what takes less is not looked at
 TAKEN, PART = 0.5, 0.05  # CPUs' worth of time, and part of the job's CPUs, from which on the others are told of
 WAITED = 10.0  # per cent of the last 10 s in which some task of the job waited for a CPU
@@ -40,7 +41,7 @@ class Process:
         return self.share * sum(place in cpus for place in self.places) / len(self.places) if self.places else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Victim:
     """A job of torchtuned's, or what the caller runs without it (`job` is ""): what should have these CPUs."""
 
@@ -60,30 +61,44 @@ class Victim:
 )
 def others(machine: Machine) -> Iterator[Seen | Unseen]:
     """Processes outside of torchtuned's jobs that compute on a job's CPUs while the job waits for CPUs (cpu.pressure),
-    by two looks at /proc; and the same for what the caller runs without torchtuned, against other users' processes.
-    Others that leave enough idle time, or compute elsewhere, are no finding."""
+    by two looks at /proc, and a third before anything is said; and the same for what the caller runs without
+    torchtuned, against other users' processes. Others that leave enough idle time, or compute elsewhere, are no
+    finding."""
     if not machine.jobs and not machine.caller:
         return
     hidden = re.search(r" - proc \S* \S*\bhidepid=(?!0|off)", machine.text("/proc/self/mountinfo"))
     if hidden and uid(machine) != 0:
         yield Unseen("/proc hides the processes of others here (hidepid): sudo")
         return
-    before = machine.activity
+    now = _later(machine, machine.activity, LOOK_S)
+    found = dict(_suffering(machine, machine.activity, now, least=TAKEN / 2))  # in so short a time it varies
+    if found:
+        still = dict(_suffering(machine, now, _later(machine, now, SURE_S), least=TAKEN))
+        yield from (seen for job, seen in still.items() if job in found)
+
+
+def _later(machine: Machine, before: Activity, seconds: float) -> Activity:
+    """A look, so many seconds after another or more."""
     if machine.host.real:
-        time.sleep(max(0.0, before.at + LOOK_S - time.monotonic()))
-    now = activity(machine.host)
+        time.sleep(max(0.0, before.at + seconds - time.monotonic()))
+    return activity(machine.host)
+
+
+def _suffering(machine: Machine, before: Activity, now: Activity, *, least: float) -> Iterator[tuple[str, Seen]]:
+    """The jobs (and the caller's own, "") that had to wait between two looks while others took `least` CPUs of
+    theirs."""
     found = list(_outside(machine, before, now))
-    victims = [Victim(pid=job.pid, job=job.id, cpus=job.cpus) for job in machine.jobs]
+    victims = [Victim(job.pid, job.id, job.cpus) for job in machine.jobs]
     me = _caller(machine) if machine.caller else None
     mine = [process for process in found if me is not None and process.uid == me]
-    if sum(process.share for process in mine) >= TAKEN:
+    if sum(process.share for process in mine) >= least:
         largest = max(mine, key=lambda process: process.share)
-        victims.append(Victim(pid=largest.pid, job="", cpus=_mask(machine, largest.pid)))
+        victims.append(Victim(largest.pid, "", _mask(machine, largest.pid)))
     for victim in victims:
         takers = [process for process in found if victim.job or process.uid != me]
         taken = sum(process.share_of(victim.cpus) for process in takers)
-        if taken >= max(TAKEN, PART * len(victim.cpus)) and (waited := _waited(machine, victim, before, now)):
-            yield _seen(machine, victim, takers, taken, waited)
+        if taken >= max(least, PART * len(victim.cpus)) and (waited := _waited(machine, victim, before, now)):
+            yield victim.job, _seen(machine, victim, takers, taken, waited)
 
 
 def _caller(machine: Machine) -> int | None:
