@@ -11,7 +11,7 @@ import pytest
 from fakes.tree import make_tree
 from test_run import RUN, _no_daemon, run
 
-from torchtuned.run import foresee, limits
+from torchtuned.run import foresee, rlimits
 
 __all__ = ["_no_daemon"]  # a fixture for every test here
 
@@ -107,7 +107,7 @@ def test_the_wrapper_says_it_and_runs_the_job() -> None:
 
 def test_root_has_no_limit_on_tasks() -> None:
     assert os.geteuid() == 0
-    assert limits.current() == -1
+    assert rlimits.current() == -1
 
 
 # Shared memory (T03)
@@ -264,14 +264,14 @@ def test_linger_has_nothing_to_do_for_root() -> None:
     ],
 )
 def test_t27_what_to_edit(tmp_path: Path, files: dict[str, str], says: str) -> None:
-    assert says in limits.where("nofile", "524288", str(make_tree(tmp_path, {**files})))
+    assert says in rlimits.where("nofile", "524288", str(make_tree(tmp_path, {**files})))
 
 
 def unprivileged(code: str, *prlimit: str) -> str:
     """What a program of ours prints as nobody, under some limits."""
     words = ["prlimit", *prlimit, "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3"]
     top = Path(__file__).resolve().parent.parent
-    start = f"import sys; sys.path.insert(0, {str(top)!r}); from torchtuned.run.limits import *; import resource as r; "
+    start = f"import resource as r, sys; sys.path.insert(0, {str(top)!r}); from torchtuned.run.rlimits import *; "
     done = subprocess.run([*words, "-I", "-c", start + code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -10,7 +10,7 @@ import pytest
 
 from torchtuned import pinning
 from torchtuned.cpuset import parse_list
-from torchtuned.pinning import Hotplug
+from torchtuned.pinning import Online
 from torchtuned.placement import Grant, Rank
 
 ALL = frozenset(range(8))
@@ -35,7 +35,7 @@ JOB = Grant(cpus=parse_list("0-3"), ranks=RANKS)
     ],
 )
 def test_what_is_put_right(mask: str, before: str, now: str, wanted: str) -> None:
-    cpus = Hotplug(before=parse_list(before), now=parse_list(now))
+    cpus = Online(before=parse_list(before), now=parse_list(now))
     found = pinning._wanted(parse_list(mask), JOB.cpus, JOB, cpus)
     assert (found or frozenset()) == parse_list(wanted)
 
@@ -62,7 +62,7 @@ def test_only_the_jobs_own_processes_are_moved(pair: list[int]) -> None:
     mine, stranger = pair
     everything = frozenset(os.sched_getaffinity(0))
     grant = Grant(cpus=frozenset({min(everything)}))
-    cpus = Hotplug(before=everything, now=everything)
+    cpus = Online(before=everything, now=everything)
     before = len(os.listdir("/proc/self/fd"))
     pinning.pin([mine, stranger, 2**22 + 1], grant, cpus, leader=mine, is_ours=lambda pid: pid == mine)
     assert os.sched_getaffinity(mine) == grant.cpus

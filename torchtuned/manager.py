@@ -22,7 +22,7 @@ from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthor
 from torchtuned.host import Host
 from torchtuned.hostpolicy import HostPolicy
 from torchtuned.jobs import Job, Jobs, State, document, parse_request
-from torchtuned.pinning import Hotplug, pin_again
+from torchtuned.pinning import Online, pin_again
 from torchtuned.placement import Request
 from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
@@ -178,7 +178,7 @@ class Manager:
         """Place by this machine from now on, and pin again what the kernel let go when a CPU went. `cpus_moved`: some
         may have gone and be back already.
         """
-        cpus = Hotplug(before=self.topology.online, now=topology.online)
+        cpus = Online(before=self.topology.online, now=topology.online)
         self.topology = topology
         self._end_leases()
         self._serve_queue()

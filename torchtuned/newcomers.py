@@ -28,7 +28,7 @@ ALL = ("cpu", "gpu", "sysctl")  # folders of knobs that a sleep may have reset
 NOBODY_TO_ASK = ("off", "no-pynvml", "no-library")  # states of NVML that no waiting mends
 
 
-class Survey(Protocol):
+class LookAgain(Protocol):
     """Looks at the machine again. `cpus_moved`: masks of processes may have been lost."""
 
     async def __call__(self, *, cpus_moved: bool) -> None: ...
@@ -37,8 +37,8 @@ class Survey(Protocol):
 class Newcomers:
     """Follows what hotplug and logind tell. Its coroutines may run beside each other: the policy orders its changes."""
 
-    def __init__(self, host: Host, gpus: Gpus, policy: HostPolicy, survey: Survey) -> None:
-        self._host, self._gpus, self._policy, self._survey = host, gpus, policy, survey
+    def __init__(self, host: Host, gpus: Gpus, policy: HostPolicy, look_again: LookAgain) -> None:
+        self._host, self._gpus, self._policy, self._look_again = host, gpus, policy, look_again
         self._on_battery = on_battery(host)
         self._busy = asyncio.Lock()
         self._next = Batch(changes=())
@@ -95,7 +95,7 @@ class Newcomers:
         """
         rows = await self._policy.apply(only=knobs, reassert=True) if knobs else []
         if not knobs or not all(knob.startswith("block/") for knob in knobs):
-            await self._survey(cpus_moved="cpu" in knobs)
+            await self._look_again(cpus_moved="cpu" in knobs)
         return rows if any(knob.startswith("gpu") for knob in knobs) else None
 
     async def _wait_for_drivers(self, rows: Sequence[Row] | None) -> None:
@@ -114,7 +114,7 @@ class Newcomers:
             silent = await asyncio.to_thread(self._silent)
         if late := waiting - silent:
             await self._policy.apply(only=sorted(f"gpu/{address}" for address in late), reassert=True)
-            await self._survey(cpus_moved=False)
+            await self._look_again(cpus_moved=False)
         if silent:
             log.warning("the nvidia driver says nothing of %s: %s", ", ".join(sorted(silent)), self._gpus.status.text)
 

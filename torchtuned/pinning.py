@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hotplug:
+class Online:
     """The CPUs that were online when masks were right, and those that are now."""
 
     before: CpuSet
     now: CpuSet
 
 
-async def pin_again(host: Host, pid1: Pid1, job: Job, cpus: Hotplug, pidfd: int | None) -> None:
+async def pin_again(host: Host, pid1: Pid1, job: Job, cpus: Online, pidfd: int | None) -> None:
     """Put a job back on its CPUs; `pidfd` of its first process is ours, None when that has ended.
 
     Only what surely is the job's is touched: what is in its scope by PID 1's word and the kernel's, and what is below
@@ -53,7 +53,7 @@ async def pin_again(host: Host, pid1: Pid1, job: Job, cpus: Hotplug, pidfd: int 
             os.close(pidfd)
 
 
-def _pin_job(host: Host, job: Job, pids: Iterable[int], cpus: Hotplug, pidfd: int | None) -> None:
+def _pin_job(host: Host, job: Job, pids: Iterable[int], cpus: Online, pidfd: int | None) -> None:
     leader = job.process.pid
 
     def is_ours(pid: int) -> bool:
@@ -67,7 +67,7 @@ def _pin_job(host: Host, job: Job, pids: Iterable[int], cpus: Hotplug, pidfd: in
     pin(sorted({*family, *pids}), job.grant, cpus, leader=leader, is_ours=is_ours)
 
 
-def pin(pids: Iterable[int], grant: Grant, cpus: Hotplug, *, leader: int, is_ours: Callable[[int], bool]) -> None:
+def pin(pids: Iterable[int], grant: Grant, cpus: Online, *, leader: int, is_ours: Callable[[int], bool]) -> None:
     """Give the threads of a job's processes their CPUs back. `is_ours` tells of a PID, while a descriptor of it is
     open, whether it is the job's: a PID may have been given to another process since it was found.
     """
@@ -91,7 +91,7 @@ def pin(pids: Iterable[int], grant: Grant, cpus: Hotplug, *, leader: int, is_our
             os.close(pidfd)
 
 
-def _wanted(mask: CpuSet, share: CpuSet, grant: Grant, cpus: Hotplug) -> CpuSet | None:
+def _wanted(mask: CpuSet, share: CpuSet, grant: Grant, cpus: Online) -> CpuSet | None:
     """What a thread should have that has `mask` now; None where it is right, or its program's own business."""
     if mask <= grant.cpus:
         for whole in (grant.cpus, *(rank.cpus for rank in grant.ranks)):

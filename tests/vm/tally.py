@@ -145,7 +145,7 @@ class Session:
 
 def session() -> None:
     """In alice's session: fork with the wrapper loaded, so that a job's start is its calls and nothing else."""
-    from torchtuned.run import foresee, limits, main, selfplace, setup  # noqa: F401
+    from torchtuned.run import foresee, main, rlimits, selfplace, setup  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

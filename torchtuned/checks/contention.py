@@ -27,7 +27,7 @@ IDLE = 0.1  # where the kernel does not tell that: the share of idle time below 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
+class Taker:
     """One that computes outside of all jobs: the CPUs' worth of time that it took, and the CPUs of its threads that
     run or want to."""
 
@@ -107,7 +107,7 @@ def _caller(machine: Machine) -> int | None:
     return int(found[1]) if found else uid(machine)
 
 
-def _outside(machine: Machine, before: Activity, now: Activity) -> Iterator[Process]:
+def _outside(machine: Machine, before: Activity, now: Activity) -> Iterator[Taker]:
     """What computes outside of all jobs, apart from this look itself."""
     ticks = max((total - before.cpus.get(cpu, (total, 0))[0] for cpu, (total, _) in now.cpus.items()), default=0)
     inside = {job.pid for job in machine.jobs} | ({os.getpid()} if machine.host.real else set())
@@ -115,7 +115,7 @@ def _outside(machine: Machine, before: Activity, now: Activity) -> Iterator[Proc
         share = (used - before.used.get(pid, 0)) / ticks if ticks else 0.0
         if share < SLIGHT or _above(now.parents, pid) & inside or _scoped(machine, pid):
             continue
-        yield Process(pid=pid, uid=uid(machine, str(pid)), share=share, places=tuple(_places(machine, pid)))
+        yield Taker(pid=pid, uid=uid(machine, str(pid)), share=share, places=tuple(_places(machine, pid)))
 
 
 def _above(parents: Mapping[int, int], pid: int) -> set[int]:
@@ -162,7 +162,7 @@ def _mask(machine: Machine, pid: int) -> CpuSet:
     return parse_list(match[1]) if match else frozenset()
 
 
-def _seen(machine: Machine, victim: Victim, takers: list[Process], taken: float, waited: tuple[str, str]) -> Seen:
+def _seen(machine: Machine, victim: Victim, takers: list[Taker], taken: float, waited: tuple[str, str]) -> Seen:
     first = max(takers, key=lambda process: process.share_of(victim.cpus))
     who = ""
     if machine.caller and first.uid is not None:  # the daemon may see more than those whom it tells
@@ -179,7 +179,7 @@ def _seen(machine: Machine, victim: Victim, takers: list[Process], taken: float,
     )
 
 
-def _aside(machine: Machine, victim: Victim, first: Process) -> str:
+def _aside(machine: Machine, victim: Victim, first: Taker) -> str:
     """How an administrator moves them to CPUs that no job has, "" where there are none."""
     rest = machine.topology.online.difference(victim.cpus, *(job.cpus for job in machine.jobs))
     unit = unit_of(machine, str(first.pid))

@@ -117,10 +117,10 @@ def start(options: Options) -> int:
         notes = [*refused, *grant["warnings"], *leftovers(environ), *confine(grant)]
         decisions = decisions_for(options, environ, grant, launcher)
         notes += [decision.warning for decision in decisions.values() if decision.warning]
-        from torchtuned.run import limits
+        from torchtuned.run import rlimits
         from torchtuned.run import setup as run_setup
 
-        notes += limits.apply(grant.get("limits", {}))
+        notes += rlimits.apply(grant.get("limits", {}))
         notes += run_setup.prospects(command, grant, decisions, lingers=lingers)
         notes += run_setup.memory(options.memory, grant["memory_nodes"])
         if not options.quiet:

@@ -9,7 +9,7 @@ import os
 
 from torchtuned.cpuset import parse_list
 from torchtuned.environment import Facts
-from torchtuned.run import foresee, limits
+from torchtuned.run import foresee, rlimits
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def prospects(
     first = threads.partition(",")[0].strip()
     count = int(first) if first.isascii() and first.isdecimal() and len(first) < 6 else grant["threads"]
     loader = foresee.told(command)
-    notes = foresee.tasks(grant, count, loader, nproc=limits.current())
+    notes = foresee.tasks(grant, count, loader, nproc=rlimits.current())
     notes += foresee.shared_memory(len(grant["ranks"]), loader)
     uid = os.getuid()
     if uid >= 1000 and not lingers:
