@@ -222,3 +222,28 @@ def test_a_table_that_is_meant_to_take_long_does_not(
     found(host)
     assert time.process_time() - cpu < 2
     assert time.monotonic() - started < 60
+
+
+def test_those_whose_tables_take_long_do_not_keep_others_from_their_turn(
+    host: Host, begin: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by touching them all the time, nor by another spelling of the same number."""
+    monkeypatch.setattr("torchtuned.selfplaced.ALL_S", 0.05)  # one table each time, none where this was held up
+    slow, other = begin(USER), begin(OTHER)
+    machine, tables = discover.topology(host), Tables(host)
+    for uid, pid in ((USER, slow), (OTHER, other)):
+        publish(host, uid, [entry(pid, grant={"ranks": [{"cpus": HUGE}] * 32})])
+    for zeros in ("0", "00"):
+        folder = host.root / f"run/lock/torchtuned-{zeros}{USER}"
+        folder.mkdir()
+        os.chown(folder, USER, -1)
+        os.utime(folder, (1, 1))
+    assert tables.changed().count(USER) == 1
+    told: set[int] = set()
+    for turn in range(10):
+        told |= {job.process.pid for job in tables.read(machine)}
+        for uid in (USER, OTHER):
+            os.utime(host.root / f"run/lock/torchtuned-{uid}", (turn, turn))
+        if len(told) == 2:
+            break
+    assert told == {slow, other}

@@ -45,23 +45,23 @@ class Tables:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._folder = host.root / LOCKS.lstrip("/")
-        self._seen: dict[int, int] = {}  # by user: when the folder of the table was changed
+        self._seen: dict[int, int] = {}  # by user, last read last: when the folder of the table was changed
 
     def changed(self) -> list[int]:
-        """The users whose table is new or another than when it was read. A table is replaced, never written to, so
-        its folder tells.
+        """The users whose table is new or another than when it was read, those who had to wait longest first. A table
+        is replaced, never written to, so its folder tells.
         """
         found = []
         for name in self._host.list(LOCKS):
-            uid = name.removeprefix(PREFIX)
-            if name.startswith(PREFIX) and uid.isascii() and uid.isdecimal() and len(uid) < 11:
-                try:
-                    made = os.lstat(self._folder / name)
-                except OSError:
-                    continue
-                if made.st_uid == int(uid) and self._seen.get(int(uid)) != made.st_mtime_ns:
-                    found.append(int(uid))
-        return found
+            try:
+                made = os.lstat(self._folder / name)
+            except OSError:
+                continue
+            uid = made.st_uid
+            if name == f"{PREFIX}{uid}" and self._seen.get(uid) != made.st_mtime_ns:
+                found.append(uid)
+        read = {uid: turn for turn, uid in enumerate(self._seen)}
+        return sorted(found, key=lambda uid: read.get(uid, -1))
 
     def read(self, machine: Topology) -> list[Job]:
         """What can be believed of those that have changed, as running jobs without an id, the oldest process first.
@@ -97,6 +97,7 @@ class Tables:
         except OSError:
             return []
         try:
+            self.forget(uid)
             self._seen[uid] = os.fstat(folder).st_mtime_ns  # before it is read: what comes after is another time
             entries = read_table(folder, uid)
         finally:
