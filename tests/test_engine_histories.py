@@ -249,6 +249,72 @@ class History:
     ],
     TEXTS[0],
 )
+@example(  # a crash on the way back, and then somebody changes what goes along
+    [
+        ("apply", TEXTS[1], True, None),
+        ("apply", TEXTS[0], False, Fault("kill", 0)),
+        ("apply", TEXTS[0], False, Fault("kill", 1)),
+        ("other", ("/proc/sys/vm/dirty_ratio", "15")),
+    ],
+    TEXTS[1],
+)
+@example(  # the same, and a crash before the knob was touched at all
+    [("apply", TEXTS[0], False, Fault("kill", 10)), ("other", (f"{CPUFREQ}/policy0/{EPP}", "power"))], TEXTS[0]
+)
+@example(  # and after a tuner has come and somebody has set back what we had set
+    [
+        ("apply", TEXTS[0], False, None),
+        ("tuner", TEXTS[0], "tuned", None),
+        ("other", (f"{CPUFREQ}/policy0/scaling_governor", "powersave")),
+        ("other", (f"{CPUFREQ}/policy0/{EPP}", "power")),
+    ],
+    TEXTS[0],
+)
+@example(  # what was never written, or was handed to the governor already, is nobody else's doing under that
+    [
+        ("apply", TEXTS[2], True, Fault("kill", 9)),
+        ("apply", TEXTS[1], True, None),
+        ("undo", (f"cpu/*/{EPP}",), (), None),
+    ],
+    TEXTS[2],
+)
+@example(
+    [
+        ("apply", TEXTS[2], True, None),
+        ("apply", TEXTS[1], True, None),
+        ("offline", 0),
+        ("apply", TEXTS[3], False, None),
+    ],
+    TEXTS[0],
+)
+@example(  # a preference set anew after a tuner has gone, while the governor's side effect is still there
+    [
+        ("apply", TEXTS[0], False, None),
+        ("other", (f"{CPUFREQ}/policy0/scaling_governor", "schedutil")),
+        ("tuner", TEXTS[3], "tuned", None),
+        ("apply", TEXTS[1], False, None),
+    ],
+    TEXTS[1],
+)
+@example(  # intel_pstate brings back a preference of ours that had gone under the governor, and then out of the policy
+    [
+        ("apply", TEXTS[2], True, None),
+        ("apply", TEXTS[1], True, None),
+        ("apply", TEXTS[0], False, None),
+        ("other", (f"{CPUFREQ}/policy1/scaling_governor", "schedutil")),
+    ],
+    TEXTS[2],
+)
+@example(  # a preference that is left to a tuner, while the governor that was set over it is somebody else's
+    [
+        ("apply", TEXTS[2], True, None),
+        ("apply", TEXTS[1], True, None),
+        ("other", (f"{CPUFREQ}/policy0/scaling_governor", "schedutil")),
+        ("newcomer", TEXTS[1], "cpu", Fault("kill", 4)),
+        ("tuner", TEXTS[2], "tuned", None),
+    ],
+    None,
+)
 @given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS))
 def test_every_history_ends_with_the_machines_own_values(operations: list[tuple], text: str | None) -> None:  # type: ignore[type-arg]
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))

@@ -118,7 +118,8 @@ def test_an_entry_tells_whose_a_value_is(
     current: str, state: State, outcome: Outcome, targets: tuple[str, ...], *, ours: bool
 ) -> None:
     verdict = judge(wish(), current, entry(state), ALWAYS)
-    assert (verdict.outcome, verdict.targets, verdict.ours, verdict.release) == (outcome, targets, ours, False)
+    assert (verdict.outcome, verdict.targets, verdict.ours) == (outcome, targets, ours)
+    assert verdict.release == bool(targets), "the way back is gone to its end before anything is set anew"
 
 
 def test_an_earlier_value_of_ours_is_ours() -> None:

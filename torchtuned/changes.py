@@ -107,6 +107,15 @@ class Changes:
                 if not any(companion.apart for companion in entry.companions):
                     tell(knob, entry.written, entry.written, why)
                     del entries[knob]
+                    path, ours = self._path(entry), (entry.written, entry.previous)
+                    for other in [*entries.values()]:
+                        companions = [
+                            _handed_on(companion, entry)
+                            if companion.path == path and companion.original in ours
+                            else companion
+                            for companion in other.companions
+                        ]
+                        entries[other.knob] = replace(other, companions=tuple(companions))
                 continue
             tell(knob, entry.written, entry.written, why)
             entries[knob] = replace(entry, state=State.LEFT)
@@ -240,7 +249,10 @@ class Changes:
             if companion.fades:
                 mine = entry.ours(before) or (before == entry.original and entry.state is State.UNDOING)
             else:
-                mine = self.host.exists(companion.path) and companion.after in (None, self.host.read(companion.path))
+                known = (companion.after, companion.saved)
+                mine = self.host.exists(companion.path) and (
+                    companion.after is None or self.host.read(companion.path) in known
+                )
             if mine:
                 ours.append(companion)
         if before == entry.original or entry.ours(before):
@@ -274,10 +286,10 @@ class Changes:
             for index, companion in enumerate(later.companions):
                 if companion.path != path or place[later.knob][0] < number:
                     continue
-                if companion.original not in (entry.written, entry.previous):
+                if companion.original not in (entry.original, entry.written, entry.previous):
                     continue
                 companions = list(later.companions)
-                companions[index] = replace(companion, original=entry.original)
+                companions[index] = _handed_on(companion, entry)
                 left[later.knob] = replace(later, companions=tuple(companions))
                 try:
                     now = self.deadline.run(entry.knob, lambda: self.host.read(path))
@@ -345,6 +357,13 @@ def refusal(case: Case, error: HostError | Hung) -> Row:
     if isinstance(error, Missing) or error.errno in NOT_OFFERED:
         return case.row(Outcome.UNSUPPORTED, error.what)
     return case.row(Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED, f"the kernel refused: {error.what}")
+
+
+def _handed_on(companion: Companion, entry: Entry) -> Companion:
+    """The side effect of a later change on a knob that is forgotten: it has the true original from there."""
+    if companion.original == entry.original:
+        return companion
+    return replace(companion, original=entry.original, saved=companion.original)
 
 
 def _inherited(companions: Iterable[Companion], earlier: Iterable[Companion]) -> tuple[Companion, ...]:

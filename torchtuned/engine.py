@@ -152,8 +152,9 @@ class Engine:
                 survey.renew(self.ledger.entries, self._held_values())
             for _, group in groupby(wanted, key=lambda pair: pair[0].stage):
                 cases = [survey.judge(knob, wish) for knob, wish in group]
-                rows |= {case.knob.id: case.row() for case in cases if not _stuck(rows.get(case.knob.id))}
-                todo = [case for case in cases if case.verdict.targets]
+                free = [case for case in cases if not _stuck(rows.get(case.knob.id))]
+                rows |= {case.knob.id: case.row() for case in free}
+                todo = [case for case in free if case.verdict.targets]
                 if fault:
                     changed = [case.row(Outcome.FAILED, fault) for case in todo]
                 else:

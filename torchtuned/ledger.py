@@ -159,7 +159,7 @@ def _decode(document: Any, boot_id: str) -> dict[str, Entry]:
         entry = replace(Entry(**fields), companions=companions, state=State(fields["state"]))
         texts = [entry.knob, entry.original, entry.written, entry.asked, entry.when, entry.source]
         texts += [text for one in companions for text in (one.path, one.original)]
-        maybe = (entry.previous, *(one.after for one in companions))
+        maybe = (entry.previous, *(text for one in companions for text in (one.after, one.saved)))
         texts += [text for text in maybe if text is not None]
         if not all(isinstance(text, str) and not NO_TEXT.search(text) for text in texts):
             raise ValueError(f"entry of {entry.knob!r} is not text")

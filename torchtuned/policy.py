@@ -174,7 +174,7 @@ class Companion:
 
     `after` is its value once the knob was written; None when that is not known. `apart`: it goes back to its original
     even when somebody else has changed the knob itself. `fades`: the kernel makes up a value when the knob goes back,
-    so that there is nothing to compare with.
+    so that there is nothing to compare with. `saved`: an earlier value of ours that the kernel may bring back.
     """
 
     path: str
@@ -182,6 +182,7 @@ class Companion:
     after: str | None = None
     apart: bool = False
     fades: bool = False
+    saved: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +238,8 @@ class Verdict:
     """What is to be done about one knob.
 
     `targets`: values to write, the first one that the kernel takes; none means leave it. `ours`: the value in force is
-    ours. `release`: give back what we wrote. `hand_over`: another tuner has it now. `gone`: nobody has it any more.
+    ours. `release`: give back what we wrote, before anything else is written. `hand_over`: another tuner has it now.
+    `gone`: nobody has it any more.
     """
 
     outcome: Outcome
@@ -264,7 +266,7 @@ def judge(
 
     Floors and ceilings are held against the original, so what we wrote earlier never counts as the machine's own.
     """
-    owner = situation.owner
+    owner, known = situation.owner, entry is not None
     if entry and entry.stale(current) and not (owner and owner.active):
         entry = None
     base = entry.original if entry else current
@@ -274,7 +276,7 @@ def judge(
         reason=decision.reason,
         source=wish.source,
         targets=decision.targets,
-        release=entry is not None,
+        release=known,
     )
     if owner and owner.active:
         reason = left_to(owner, entry)
@@ -313,7 +315,8 @@ def _judge_changed(wanted: Verdict, current: str, entry: Entry, *, reassert: boo
         return replace(wanted, outcome=Outcome.APPLIED)
     unfinished = entry.state in (State.PENDING, State.UNDOING, State.LEFT) and current == entry.original
     if unfinished or (reassert and entry.state is not State.DRIFTED):
-        return replace(wanted, outcome=Outcome.APPLIED)
+        # what is not in force is given back to the end: its side effects may be somebody else's by now
+        return replace(wanted, outcome=Outcome.APPLIED, release=unfinished)
     if current == entry.original:
         reason = f"it is {current} again, as before torchtuned set {entry.written}"
     else:
