@@ -174,3 +174,13 @@ def test_a_thread_is_no_process() -> None:
         thread.join()
         if fd >= 0:
             os.close(fd)
+
+
+@pytest.mark.skipif(not ROOT, reason="needs root, to hide /proc")
+def test_without_proc_nothing_is_said_of_it_by_others() -> None:
+    """psutil prints a traceback as soon as it is imported there."""
+    words = "mount -t tmpfs none /proc && exec \"$0\" -c 'import torchtuned.cli.main'"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", words, sys.executable], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

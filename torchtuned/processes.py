@@ -12,8 +12,6 @@ import select
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import psutil  # type: ignore[import-untyped]
-
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import InvalidRequest
 from torchtuned.host import stat_fields
@@ -111,6 +109,8 @@ def stat(pid: int) -> list[str]:
 
 def family(pid: int) -> list[int]:
     """The process and all that descend from it now, itself first; nothing when it has ended."""
+    import psutil  # type: ignore[import-untyped]  # it prints a traceback when it is loaded without /proc
+
     try:
         process = psutil.Process(pid)
         return [pid, *(child.pid for child in process.children(recursive=True))]
@@ -120,6 +120,8 @@ def family(pid: int) -> list[int]:
 
 def ancestors(pid: int) -> list[int]:
     """The parent of a process, its parent, and so on."""
+    import psutil
+
     try:
         return [parent.pid for parent in psutil.Process(pid).parents()]
     except psutil.Error:
