@@ -260,6 +260,14 @@ def test_linger_has_nothing_to_do_for_root() -> None:
             {"proc/self/cgroup": "0::/system.slice/train.service\n"},
             "systemctl edit train.service: LimitNOFILE=524288 below [Service]",
         ),
+        (
+            {"proc/self/cgroup": "1:name=systemd:/system.slice/train.service\n0::/\n"},
+            "systemctl edit train.service: LimitNOFILE=524288 below [Service]",
+        ),
+        (  # a service of the user's, whose manager nobody restarts without ending the desktop
+            {"proc/self/cgroup": "0::/user.slice/user-1000.slice/user@1000.service/app.slice/vte.service\n"},
+            "'* hard nofile 524288' in /etc/security/limits.d/",
+        ),
         ({"proc/self/cgroup": "0::/\n"}, "docker run --ulimit nofile=524288"),
     ],
 )

@@ -20,6 +20,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "wording",
             "words",
             "systemdconf",
+            "units",
             "placement.",
             "run.launchers",
             "effects",

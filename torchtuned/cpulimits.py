@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torchtuned import units
 from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import HostError
 from torchtuned.host import Host
@@ -120,9 +121,7 @@ def _octal(text: str) -> str:
 
 def _places(host: Host, process: str) -> dict[str, str]:
     """The process's place by controller; "" is the v2 hierarchy."""
-    places: dict[str, str] = {}
-    for controllers, path in re.findall(r"^\d+:([^:]*):(/.*)$", host.text(f"{process}/cgroup"), re.MULTILINE):
-        places.update(dict.fromkeys(controllers.split(","), path))
+    places = units.cgroups(host.text(f"{process}/cgroup"))
     if "cpuset" not in places and (place := host.text(f"{process}/cpuset")):
         places["cpuset"] = place
         places.setdefault("", place)

@@ -1007,7 +1007,10 @@ def test_t26_nothing_here_reloads_systemd() -> None:
             {"proc/self/cgroup": "0::/system.slice/slurmd.service\n"},
             "sudo systemctl edit slurmd.service: [Service] LimitNOFILE=524288",
         ),
-        ({}, "echo 'ann - nofile 524288' | sudo tee /etc/security/limits.d/torchtuned-nofile-ann.conf"),
+        *(
+            (files, "echo 'ann - nofile 524288' | sudo tee /etc/security/limits.d/torchtuned-nofile-ann.conf")
+            for files in ({}, {"proc/self/cgroup": "0::/user.slice/user-1000.slice/user@1000.service/a.service\n"})
+        ),
     ],
 )
 def test_t27_which_file_to_edit(tmp_path: Path, files: dict[str, str], where: str) -> None:

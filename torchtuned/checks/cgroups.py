@@ -6,11 +6,11 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import environment, process_name
+from torchtuned.checks.files import affinity, environment, process_name
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders, limits
-from torchtuned.cpuset import CpuSet, format_list, parse_list
-from torchtuned.errors import HostError, Missing
+from torchtuned.cpuset import CpuSet, format_list
+from torchtuned.errors import HostError
 from torchtuned.findings import Action, Severity
 from torchtuned.host import stat_fields
 
@@ -96,7 +96,7 @@ def one_core(machine: Machine) -> Iterator[Seen | Unseen]:
     should."""
     found: dict[tuple[str, CpuSet], list[int]] = {}
     for pid, job in machine.workers():
-        found.setdefault((job, _mask(machine, pid)), []).append(pid)
+        found.setdefault((job, affinity(machine, pid)), []).append(pid)
     cores = [core.cpus for core in machine.topology.cores]
     for (job, mask), (pid, *others) in found.items():
         given = next((running.cpus for running in machine.jobs if running.id == job), machine.topology.online)
@@ -137,7 +137,7 @@ def far_from_gpu(machine: Machine) -> Iterator[Seen | Unseen]:
     jobs = dict(machine.workers())
     for address, reading in machine.readings.items():
         for pid, _ in reading.values.get("processes", ()):
-            mask = _mask(machine, pid)
+            mask = affinity(machine, pid)
             if mask and near.get(address) and not mask & near[address]:
                 yield Seen(
                     evidence=f"process {process_name(machine, pid)} is bound to CPUs {format_list(mask)}; GPU {address}"
@@ -150,11 +150,3 @@ def far_from_gpu(machine: Machine) -> Iterator[Seen | Unseen]:
 
 def _node(machine: Machine, cpus: CpuSet) -> int:
     return machine.topology.node_of.get(min(cpus), 0)
-
-
-def _mask(machine: Machine, pid: int) -> CpuSet:
-    try:
-        match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.host.read(f"/proc/{pid}/status"), re.MULTILINE)
-    except Missing:
-        return frozenset()  # it ended meanwhile
-    return parse_list(match[1]) if match else frozenset()

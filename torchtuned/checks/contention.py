@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torchtuned.checks.activity import Activity, activity
-from torchtuned.checks.files import process_name, uid, unit_of, user_name
+from torchtuned.checks.files import affinity, process_name, uid, unit_of, user_name
 from torchtuned.checks.registry import UNMEASURED, Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders
-from torchtuned.cpuset import CpuSet, format_list, parse_list
+from torchtuned.cpuset import CpuSet, format_list
 from torchtuned.findings import Action, Severity
 from torchtuned.host import stat_fields
 
@@ -93,7 +93,7 @@ def _suffering(machine: Machine, before: Activity, now: Activity, *, least: floa
     mine = [process for process in found if me is not None and process.uid == me]
     if sum(process.share for process in mine) >= least:
         largest = max(mine, key=lambda process: process.share)
-        victims.append(Victim(largest.pid, "", _mask(machine, largest.pid)))
+        victims.append(Victim(largest.pid, "", affinity(machine, largest.pid)))
     for victim in victims:
         takers = [process for process in found if victim.job or process.uid != me]
         taken = sum(process.share_of(victim.cpus) for process in takers)
@@ -129,7 +129,7 @@ def _above(parents: Mapping[int, int], pid: int) -> set[int]:
 
 def _scoped(machine: Machine, pid: int) -> bool:
     """Whether it is in a job's scope, whoever its parent is now."""
-    return "/torchtuned-job-" in machine.text(f"/proc/{pid}/cgroup")
+    return unit_of(machine, str(pid)).startswith("torchtuned-job-")
 
 
 def _places(machine: Machine, pid: int) -> Iterator[int]:
@@ -155,11 +155,6 @@ def _waited(machine: Machine, victim: Victim, before: Activity, now: Activity) -
     if idle >= IDLE * total:
         return None
     return f"/proc/stat: CPUs {format_list(known)} are {idle / total:.0%} idle", UNMEASURED
-
-
-def _mask(machine: Machine, pid: int) -> CpuSet:
-    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.text(f"/proc/{pid}/status"), re.MULTILINE)
-    return parse_list(match[1]) if match else frozenset()
 
 
 def _seen(machine: Machine, victim: Victim, takers: list[Taker], taken: float, waited: tuple[str, str]) -> Seen:

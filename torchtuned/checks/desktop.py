@@ -6,13 +6,13 @@ import re
 import shlex
 from collections.abc import Iterator
 
+from torchtuned import units
 from torchtuned.checks.files import (
     masked,
     module_option,
     process_name,
     setting,
     uid,
-    unit_of,
     unit_runs,
     user_name,
 )
@@ -121,8 +121,8 @@ def remove_ipc(machine: Machine) -> Iterator[Seen | Unseen]:
     if machine.caller:
         people += [(uid(machine), str(pid), "") for pid in _own_programs(machine)[:1]]
     for number, process, job in people:
-        unit = unit_of(machine, process)
-        outlives = unit.endswith(".service") and not unit.startswith("user@")
+        places = machine.text(f"/proc/{process}/cgroup")
+        unit, outlives = units.unit(places), bool(units.service(places))
         if number is None or number < 1000 or outlives or not unit:
             continue
         name = user_name(machine, number)

@@ -9,8 +9,9 @@ import posixpath
 import re
 from collections.abc import Iterator
 
-from torchtuned import systemdconf
+from torchtuned import systemdconf, units
 from torchtuned.checks.registry import Machine
+from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import HostError, Missing
 
 UNLIMITED = 2**63
@@ -111,14 +112,15 @@ def user_name(machine: Machine, uid: int) -> str:
     return str(uid)
 
 
+def affinity(machine: Machine, pid: int) -> CpuSet:
+    """The CPUs that a process may run on, none when it has ended."""
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.text(f"/proc/{pid}/status"), re.MULTILINE)
+    return parse_list(match[1]) if match else frozenset()
+
+
 def unit_of(machine: Machine, process: str) -> str:
-    """The innermost unit of PID 1's that a process belongs to, "" where its cgroup names none. What is beneath a user's
-    manager is that user's.
-    """
-    places = re.findall(r"^(?:0:|\d+:name=systemd):(/.*)$", machine.text(f"/proc/{process}/cgroup"), re.MULTILINE)
-    units = [part for place in places[:1] for part in place.split("/") if part.endswith((".service", ".scope"))]
-    manager = next((unit for unit in units if unit.startswith("user@")), "")
-    return manager or (units[-1] if units else "")
+    """The unit that a process belongs to, as units.unit() has it."""
+    return units.unit(machine.text(f"/proc/{process}/cgroup"))
 
 
 def module_option(option: str, file: str, module: str = "nvidia") -> str:

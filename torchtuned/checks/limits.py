@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from torchtuned.checks.files import UNLIMITED, limit, settings_lines, uid, unit_of, user_name
+from torchtuned import units
+from torchtuned.checks.files import UNLIMITED, limit, settings_lines, uid, user_name
 from torchtuned.checks.registry import Machine, Seen, Unseen, rule
 from torchtuned.cpulimits import folders
 from torchtuned.errors import HostError, Missing
@@ -168,10 +169,9 @@ def _where(machine: Machine, item: str, directive: str, value: str) -> str:
     paths = ["/etc/security/limits.conf"]
     paths += [f"{LIMITS_D}/{name}" for name in machine.host.list(LIMITS_D) if name.endswith(".conf")]
     set_by = list(settings_lines(machine, paths, rf"^\s*[^#\s]\S*\s+(hard|-)\s+{item}\s"))
-    unit = unit_of(machine, "self")
     if set_by:
         return f"change {set_by[-1][0]} ({set_by[-1][1]!r}), then log in again"
-    if unit.endswith(".service"):
+    if unit := units.service(machine.text("/proc/self/cgroup")):
         return f"sudo systemctl edit {unit}: [Service] {directive}={value}; then sudo systemctl restart {unit}"
     who = user_name(machine, uid(machine) or 0)
     limit_value = "unlimited" if value == "infinity" else value

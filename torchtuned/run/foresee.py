@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from torchtuned import systemdconf
+from torchtuned import systemdconf, units
 from torchtuned.cpuset import parse_list
 
 TYPE_CHECKING = False
@@ -48,22 +48,6 @@ def listing(path: str) -> list[str]:
         return []
 
 
-def cgroup(controller: str, root: str = "") -> str:
-    """This process's cgroup in the hierarchy with a controller ("" for the unified one); "" when it is in none."""
-    for line in read(f"{root}/proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controller in controllers.split(","):
-            return path
-    return ""
-
-
-def unit(root: str = "") -> str:
-    """The innermost systemd unit of this process, "" where its cgroup names none, as in a container."""
-    parts = (cgroup("", root) if cgroup("", root) != "/" else cgroup("name=systemd", root)).split("/")
-    return next((part for part in reversed(parts) if part.endswith((".service", ".scope"))), "")
-
-
 # -- processes and threads --------------------------------------------------------------------------------------------
 
 
@@ -87,9 +71,10 @@ def tasks(grant: Mapping[str, Any], threads: int, told: Mapping[str, int], *, np
 
 def _pids(need: int, root: str) -> list[str]:
     """The cgroup with the least room, when that is too little."""
-    path, base = cgroup("pids", root), f"{root}/sys/fs/cgroup/pids"
-    if not path:
-        path, base = cgroup("", root), f"{root}/sys/fs/cgroup"
+    cgroups, base = units.cgroups(read(f"{root}/proc/self/cgroup")), f"{root}/sys/fs/cgroup"
+    path = cgroups.get("", "")
+    if "pids" in cgroups:
+        path, base = cgroups["pids"], f"{base}/pids"
     least, found = need, ""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for length in range(len(parts), -1, -1):
@@ -200,7 +185,7 @@ def logout(uid: int, name: str, *, root: str = "") -> list[str]:
     logind deletes the IPC objects of users from 1000 on who do not linger when their last session ends (RemoveIPC, on
     by default), and with KillUserProcesses ends what a session has started, lingering or not.
     """
-    place = cgroup("", root) if cgroup("", root) != "/" else cgroup("name=systemd", root)
+    place = units.place(read(f"{root}/proc/self/cgroup"))
     if uid < 1000 or "/user.slice/user-" not in place:
         return []
     settings = _logind(root)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import resource
 
-from torchtuned.run.foresee import listing, read, unit
+from torchtuned import units
+from torchtuned.run.foresee import listing, read
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -88,8 +89,7 @@ def where(name: str, value: str, root: str = "") -> str:
             words = line.split()
             if len(words) > 3 and words[0][0] != "#" and words[1] in ("hard", "-") and words[2] == name:
                 return f"raise it in {path} ({' '.join(words[:4])!r}) and log in again"
-    service = unit(root)
-    if service.endswith(".service"):
+    if service := units.service(read(f"{root}/proc/self/cgroup")):
         return f"systemctl edit {service}: {unit_key(name)}={value} below [Service]; then restart it"
     text = "unlimited" if value == "infinity" else value
     return (
