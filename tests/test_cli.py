@@ -536,6 +536,18 @@ def test_a_closed_output(root: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_closed_standard_error() -> None:
+    """What belongs there does not go into the answer instead."""
+    env = {**os.environ, "DBUS_SYSTEM_BUS_ADDRESS": "unix:path=/nonexistent"}
+    told = []
+    for words in ("status --json", "status --jsno", "nonsense"):
+        line = f"{sys.executable} -m torchtuned {words} 2>&-"
+        done = subprocess.run(line, shell=True, stdout=subprocess.PIPE, text=True, cwd=TOP, env=env, timeout=60)
+        told.append((done.returncode, done.stdout))
+    assert json.loads(told[0][1])["state"] == "unreachable"
+    assert told[1:] == [(2, ""), (2, "")]
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_that_knows_few_signs(encoding: str, root: Path) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding}

@@ -230,8 +230,9 @@ def overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Nothing gets past here but SystemExit of --help and usage errors."""
-    if sys.stdout is None:  # closed by whoever started us
-        sys.stdout = open(os.devnull, "w")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us; print(file=None) would go to stdout
+            setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
         _never_fail_to_encode(stream)
     try:
