@@ -647,7 +647,7 @@ def test_leases(tmp_path: Path) -> None:
     assert last.gpus == (second,)
     with pytest.raises(Busy, match="--gpus 1: 0 of 4 GPUs are free"):
         place(found, [one, two, last], Request(gpus=1))
-    with pytest.raises(Busy, match=r"GPU 0000:10:00.0: another job has it"):
+    with pytest.raises(Busy, match=r"^another job has GPU 0000:10:00.0 "):
         place(found, [one], Request(gpus=(first,)))
     assert place(found, [one], Request(gpus=(first,), shared=True)).gpus == (first,)
     with pytest.raises(Unplaceable, match="--gpus 5: there are 4 GPUs here"):

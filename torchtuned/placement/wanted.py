@@ -77,7 +77,7 @@ def _named(machine: Topology, leased: set[str], request: Request, names: Sequenc
     busy = ", ".join(gpu.address for gpu in gpus if gpu.address in leased)
     notes: tuple[str, ...] = ()
     if busy and request.insist and not request.shared:
-        raise Busy("another job has it", where=f"GPU {busy}", hint="wait with --wait, share with --shared")
+        raise Busy(f"another job has GPU {busy}", hint="wait with --wait, share with --shared")
     if busy and not request.insist:
         gpus = [gpu for gpu in gpus if gpu.address not in leased] or gpus
         notes = (f"GPU {busy}: another job has it, so it is {'shared' if gpus[0].address in leased else 'left out'}",)

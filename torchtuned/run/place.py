@@ -307,7 +307,8 @@ def wait_for(
     def in_vain() -> errors.Busy:
         from torchtuned.run import waiting
 
-        return waiting.in_vain(round(time.monotonic() - begun, 1), why, holders(client, job, options, mask))
+        known = [] if absent_since else holders(client, job, options, mask)  # who hangs is not waited for once more
+        return waiting.in_vain(round(time.monotonic() - begun, 1), why, known)
 
     while True:
         left = POLL_S if deadline is None else deadline - time.monotonic()
