@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -199,10 +200,10 @@ def test_others_that_are_hidden_are_unchecked(tmp_path: Path) -> None:
 
 def test_this_process_computes() -> None:
     before = activity(Host())
-    while os.times().user + os.times().system < 0.05:
+    until = time.process_time() + 5
+    while (now := activity(Host())).used[os.getpid()] == before.used[os.getpid()] and time.process_time() < until:
         pass
-    while (now := activity(Host())).used[os.getpid()] == before.used[os.getpid()]:
-        pass
+    assert now.used[os.getpid()] > before.used[os.getpid()]
     assert before.parents[os.getpid()] == os.getppid()
     assert before.cpus.keys() == now.cpus.keys()
     assert all(now.cpus[cpu] >= before.cpus[cpu] for cpu in now.cpus)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -182,6 +185,35 @@ def test_look_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(walk, "MOST_FILES", 20)
     found = walk.walk(str(tmp_path / "data"))
     assert (len(found.sizes), found.whole) == (20, False)
+
+
+def test_a_folder_that_cannot_be_read_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does a file server that does not answer, whose error Python calls by the name of a time that is over."""
+    make_tree(tmp_path, {f"data/{i}/{j}": "x" for i in range(9) for j in range(3)})
+    scandir = os.scandir
+
+    def fails(path: str) -> object:
+        if path.endswith("/4"):
+            raise TimeoutError(errno.ETIMEDOUT, "no answer")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fails)
+    assert len(walk.walk(str(tmp_path / "data")).sizes) == 8 * 3
+
+
+def test_a_file_that_goes_meanwhile_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tree(tmp_path, {f"data/{i}": "x" for i in range(9)})
+    scandir = os.scandir
+
+    def gone(path: str) -> object:
+        with scandir(path) as entries:
+            found = list(entries)
+        assert all(entry.is_file() for entry in found)  # as the folder has them now
+        os.unlink(found[0].path)
+        return contextlib.nullcontext(found)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert len(walk.walk(str(tmp_path / "data")).sizes) == 8
 
 
 def test_the_data_is_walked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

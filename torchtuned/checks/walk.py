@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 LOOK_S, MOST_FILES = 3.0, 50_000
@@ -28,22 +30,24 @@ def walk(root: str) -> Files:
     if os.path.isfile(root):
         return Files(paths=(root,), sizes=(os.path.getsize(root),), whole=True)
     found: list[tuple[int, str]] = []
-    until, waiting = time.monotonic() + LOOK_S, [root]
-    while waiting:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    elif entry.is_file():
-                        found.append((entry.stat().st_size, entry.path))
-                    if len(found) >= MOST_FILES or time.monotonic() > until:
-                        waiting.append("")
-                        raise TimeoutError
-        except TimeoutError:
+    until, whole = time.monotonic() + LOOK_S, True
+    for entry in _entries(root):
+        with suppress(OSError):  # it is gone
+            if entry.is_file():
+                found.append((entry.stat().st_size, entry.path))
+        if len(found) >= MOST_FILES or time.monotonic() > until:
+            whole = False
             break
-        except OSError:
-            continue
     return Files(
-        paths=tuple(name for _, name in found), sizes=tuple(sorted(number for number, _ in found)), whole=not waiting
+        paths=tuple(name for _, name in found), sizes=tuple(sorted(number for number, _ in found)), whole=whole
     )
+
+
+def _entries(root: str) -> Iterator[os.DirEntry[str]]:
+    waiting = [root]
+    while waiting:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                yield entry
