@@ -221,6 +221,36 @@ def test_a_pipe_beside_a_file_is_not_waited_for(tmp_path: Path) -> None:
     assert subprocess.run(words, cwd=TOP, timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.parametrize("cookie", ["rot13", "hex", "zlib", "undefined", "punycode", "idna", "utf_16"])
+def test_one_file_in_an_encoding_of_no_text_does_not_hide_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cookie: str
+) -> None:
+    (tmp_path / "a.py").write_text(f"# coding: {cookie}\nx = 1\n")
+    (tmp_path / "b.py").write_text(FAULT)
+    assert main([str(tmp_path)]) == 1
+    assert "b.py:2:1: TL012" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["torchtuned.lint", "torchtuned lint"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_names_of_files_are_data(tmp_path: Path, program: str, encoding: str) -> None:
+    """Those of other people's, on any terminal: no commands for it, and no line that starts a new one."""
+    name = os.fsencode(tmp_path) + b"/\x1b[2J\n\xc2\x9b1m\xff\xe2\x82\xac.py"
+    with open(name, "w") as file:
+        file.write(FAULT)
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    words = [sys.executable, "-m", *program.split(), str(tmp_path)]
+    text, document = (
+        subprocess.run([*words, *form], cwd=TOP, env=env, capture_output=True, check=False) for form in ([], ["--json"])
+    )
+    assert (text.returncode, text.stderr, document.returncode, document.stderr) == (1, b"", 1, b"")
+    [first, *_] = text.stdout.decode(encoding).split("\n")
+    assert first.isprintable()
+    assert "TL012" in first
+    [found] = json.loads(document.stdout)["findings"]
+    assert os.fsencode(found["file"]) == name
+
+
 def test_same_file_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.py"
     path.write_text(FAULT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import os
 import sys
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None) -> int:
         args = parser.parse_args(argv)
     except SystemExit as error:  # argparse has said what is wrong, or printed the help
         return int(error.code or 0)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tests put something else there
+        sys.stdout.reconfigure(errors="replace")  # a terminal in Latin-1 does not know all signs
     try:
         return run(args)
     except BrokenPipeError:  # `| head` has seen enough
@@ -149,7 +152,7 @@ def as_json(result: Result) -> str:
         "findings": [one.document() for one in result.findings],
         "errors": [{"file": e.file, "line": e.line, "column": e.column, "message": e.message} for e in result.errors],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
+    return json.dumps(document, indent=2)  # in ASCII: a file's name may hold anything, also what is no text
 
 
 def as_text(result: Result) -> str:
@@ -158,9 +161,10 @@ def as_text(result: Result) -> str:
     explained: set[str] = set()
     for error in result.errors:
         place = f"{error.file}:{error.line}:{error.column}" if error.line else error.file
-        lines.append(f"{place}: {error.message}")
+        lines.append(_line(f"{place}: {error.message}"))
     for one in result.findings:
-        lines.append(f"{one.file}:{one.line}:{one.column}: {one.rule.code} {one.certainty}: {one.message}")
+        place = f"{one.file}:{one.line}:{one.column}"
+        lines.append(_line(f"{place}: {one.rule.code} {one.certainty}: {one.message}"))
         if one.rule.code not in explained:
             explained.add(one.rule.code)
             lines += [f"    why: {one.rule.why}", f"    instead: {one.rule.instead}"]
@@ -170,6 +174,11 @@ def as_text(result: Result) -> str:
     if result.errors:
         lines[-1] += f", {len(result.errors)} not readable"
     return "\n".join(lines)
+
+
+def _line(text: str) -> str:
+    """One line, and nothing in it that a terminal takes for a command: files come from others, with their names."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _rules_as_text() -> str:

@@ -99,7 +99,7 @@ def read(path: Path, shown: str) -> Source:
         text = data.decode(encoding)
     except OSError as error:
         raise Unparsed(shown, 0, 0, error.strerror or str(error)) from error
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, LookupError, ValueError) as error:  # LookupError: "coding: rot13" is an encoding, of no text
         raise Unparsed(shown, 1, 1, f"not readable as text: {error}") from error
     text = text.removeprefix("\ufeff")
     try:
