@@ -239,17 +239,22 @@ def test_an_interpreter_is_asked_where_its_folders_do_not_tell(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_root_runs_an_interpreter_as_its_owner(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["tool/python", "link"])
+def test_root_runs_an_interpreter_as_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    """With nothing of root's: not the group that chown left to the file, no variable, and not its terminal."""
+    monkeypatch.setenv("TOKEN", "secret")
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     (tmp_path / "tool").mkdir()
     python = tmp_path / "tool/python"
-    python.write_text(f"#!/bin/sh\nid -u > {tmp_path}/tool/who\n")
+    told = '$(id -u) $(id -G) "$TOKEN" $(($6 == $$))'  # the last: whether it leads its session
+    python.write_text(f"#!/bin/sh\nset -- $(cat /proc/$$/stat)\necho {told} > {tmp_path}/tool/who\n")
     python.chmod(0o755)
     for path in (python, tmp_path / "tool"):
-        os.chown(path, 65534, 65534)
-    assert find(python) is None
-    assert (tmp_path / "tool/who").read_text() == "65534\n"
+        os.chown(path, 65534, 0)
+    (tmp_path / "link").symlink_to(python)
+    assert find(tmp_path / named) is None
+    assert (tmp_path / "tool/who").read_text() == "65534 65534  1\n"
 
 
 def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

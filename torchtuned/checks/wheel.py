@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import subprocess
 from collections.abc import Generator, Iterator, Sequence
@@ -283,11 +284,12 @@ def _target(machine: Machine, python: str) -> str:
 
 
 def _asked(python: str) -> list[str]:
-    """The interpreter's own search path. Run as its owner when we are root: it is that user's program."""
-    owner = os.lstat(python)
+    """The interpreter's own search path. Run as its owner when we are root: it is that user's program, and gets none of
+    root's groups, variables or terminal (into which it could type)."""
+    owner = os.lstat(python).st_uid or os.stat(python).st_uid  # root's link may lead to a user's program
     who: dict[str, object] = {}
-    if os.geteuid() == 0 and owner.st_uid != 0:
-        who = {"user": owner.st_uid, "group": owner.st_gid, "extra_groups": []}
+    if os.geteuid() == 0 and owner != 0:
+        who = {"user": owner, "group": _group(owner), "extra_groups": [], "env": {"PATH": os.defpath}}
     done = subprocess.run(  # type: ignore[call-overload]
         [python, "-c", ASK],
         stdin=subprocess.DEVNULL,
@@ -297,9 +299,18 @@ def _asked(python: str) -> list[str]:
         timeout=DEADLINE_S,
         cwd="/",
         check=True,
+        start_new_session=True,
         **who,
     )
     return str(done.stdout).splitlines()
+
+
+def _group(user: int) -> int:
+    """The user's own group: that of a file may be another's."""
+    try:
+        return pwd.getpwuid(user).pw_gid
+    except KeyError:
+        return user
 
 
 def _read(machine: Machine, path: str) -> Torch | None:
