@@ -46,3 +46,13 @@ def test_a_name_that_a_user_gave_is_no_line(end: str) -> None:
 def test_what_is_no_line_of_the_kernels(text: str) -> None:
     assert units.cgroups(text) == {}
     assert units.unit(text) == ""
+
+
+@pytest.mark.parametrize("name", ["session-3.scope", "torchtuned-job-7", "torchtuned-job-.scope", "x-job-7.scope", ""])
+def test_units_that_are_no_jobs(name: str) -> None:
+    assert units.job_of(name) == ""
+
+
+def test_the_scope_of_a_job() -> None:
+    assert units.job_of(units.scope_of("7")) == "7"
+    assert units.scope_of("7") == "torchtuned-job-7.scope"

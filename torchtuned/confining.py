@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from torchtuned import processes, scopes
+from torchtuned import processes, scopes, units
 from torchtuned.cpulimits import Limits, limits
 from torchtuned.cpuset import CpuSet
 from torchtuned.errors import TorchtunedError
@@ -64,7 +64,7 @@ class Confiner:
             return job if job.confinement != "cpuset" else replace(job, confinement="affinity")
         cpuset = job.confinement == "cpuset" and how.mode == "cpuset"
         scope = scopes.Scope(
-            name=f"torchtuned-job-{job.id}.scope",
+            name=units.scope_of(job.id),
             description=f"torchtuned job {job.id}" + (f": {job.request.command[0]}" if job.request.command else ""),
             slice=how.move.slice,
             pid=job.process.pid,

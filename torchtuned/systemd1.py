@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchtuned import cpuset
+from torchtuned import cpuset, units
 from torchtuned.bus import Bus, CallFailed, Variant
 from torchtuned.cpuset import CpuSet
 from torchtuned.errors import Failed
@@ -25,7 +25,7 @@ MANAGER = f"{SERVICE}.Manager"
 PROPERTIES = "org.freedesktop.DBus.Properties"
 PIDFDS_SINCE = 255
 DEADLINE_S = 5.0
-SCOPES = "torchtuned-job-*.scope"
+SCOPES = units.scope_of("*")
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class Systemd:
 
     def _unit_removed(self, values: list[Any]) -> None:
         name = values[0]
-        if name.startswith("torchtuned-job-") and name.endswith(".scope"):
+        if units.job_of(name):
             self._removed(name)
 
     # -- units -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Which cgroups a process is in, and which of systemd's units, by the text of its /proc/PID/cgroup. Pure, and light: it
-runs before every job.
+"""Which cgroups a process is in, and which of systemd's units, by the text of its /proc/PID/cgroup; and what the scope
+of a job is called. Pure, and light: it runs before every job.
 """
 
 from __future__ import annotations
@@ -35,3 +35,14 @@ def service(text: str) -> str:
     """
     found = unit(text)
     return found if found.endswith(".service") and not found.startswith("user@") else ""
+
+
+def scope_of(job_id: str) -> str:
+    """The name of the scope that PID 1 makes for a job."""
+    return f"torchtuned-job-{job_id}.scope"
+
+
+def job_of(unit: str) -> str:
+    """The id of the job whose scope has this name, "" for other units."""
+    job_id = unit.removeprefix("torchtuned-job-").removesuffix(".scope")
+    return job_id if unit == scope_of(job_id) else ""

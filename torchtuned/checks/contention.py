@@ -16,6 +16,7 @@ from torchtuned.cpulimits import folders
 from torchtuned.cpuset import CpuSet, format_list
 from torchtuned.findings import Action, Severity
 from torchtuned.host import stat_fields
+from torchtuned.units import job_of
 
 LOOK_S = 0.15  # between the first two looks, at least
 SURE_S = 0.4  # to the third, by which a login or a cron job of a moment is over
@@ -113,7 +114,7 @@ def _outside(machine: Machine, before: Activity, now: Activity) -> Iterator[Take
     inside = {job.pid for job in machine.jobs} | ({os.getpid()} if machine.host.real else set())
     for pid, used in now.used.items():
         share = (used - before.used.get(pid, 0)) / ticks if ticks else 0.0
-        if share < SLIGHT or _above(now.parents, pid) & inside or _scoped(machine, pid):
+        if share < SLIGHT or _above(now.parents, pid) & inside or job_of(unit_of(machine, str(pid))):
             continue
         yield Taker(pid=pid, uid=uid(machine, str(pid)), share=share, places=tuple(_places(machine, pid)))
 
@@ -125,11 +126,6 @@ def _above(parents: Mapping[int, int], pid: int) -> set[int]:
         found.add(pid)
         pid = parents[pid]
     return found
-
-
-def _scoped(machine: Machine, pid: int) -> bool:
-    """Whether it is in a job's scope, whoever its parent is now."""
-    return unit_of(machine, str(pid)).startswith("torchtuned-job-")
 
 
 def _places(machine: Machine, pid: int) -> Iterator[int]:

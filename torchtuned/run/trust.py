@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torchtuned.cpuset import LIMIT, CpuSet, format_list, parse_list
 from torchtuned.errors import Failed
+from torchtuned.units import job_of
 from torchtuned.words import CONFINE, ENV_PROFILES, LIMIT_WORDS, LIMITS, MAX_RANKS
 
 SCHEMA = 1
@@ -106,8 +107,8 @@ def _address(value: object) -> str:
 def _scope(value: object) -> str:
     if value == "":
         return ""
-    if isinstance(value, str) and value.startswith("torchtuned-job-") and value.endswith(".scope"):
-        _words("scope", value[:-6])
+    if isinstance(value, str) and (job_id := job_of(value)):
+        _words("scope", job_id)
         return value
     raise Failed(f"scope: not a scope of torchtuned: {_short(value)}")
 
