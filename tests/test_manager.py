@@ -391,7 +391,36 @@ def test_a_gpu_that_is_gone_is_leased_to_nobody(bench: Callable[..., Bench]) -> 
         assert one.view.told[-1] != ("granted", waiting.id)
         one.manager.topology_changed(whole)
         assert one.table.get(job.id) == found
-        assert next(entry.gpus for entry in one.table.grants) == ()
+
+    play(one, story)
+
+
+@pytest.mark.parametrize("when", ["while its scope is made", "while it is asked whether that is empty"])
+def test_a_gpu_that_goes_while_pid_1_is_asked_stays_gone(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    one = bench()
+
+    async def story() -> None:
+        job = await one.register(gpus=1)
+
+        async def unplug(*_: object) -> bool:
+            one.manager.topology_changed(replace(one.manager.topology, gpus=()))
+            return False
+
+        if "made" in when:
+            monkeypatch.setattr(one.pid1, "before", unplug)
+            await one.manager.commit(UID, job.id)
+        else:
+            await one.manager.commit(UID, job.id)
+            monkeypatch.setattr(one.pid1, "has_scope", unplug)
+            one.manager.scope_ended(f"torchtuned-job-{job.id}.scope")
+            await one.settle(lambda: one.table.get(job.id).scope == "")
+        found = one.table.get(job.id)
+        assert found is not None
+        assert found.grant is not None
+        assert (found.state, found.grant.gpus) == (State.RUNNING, ())
+        assert f"GPU {GPU} is gone" in found.warnings
 
     play(one, story)
 

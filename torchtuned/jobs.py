@@ -129,11 +129,6 @@ class Jobs:
     def get(self, job_id: str) -> Job | None:
         return self._jobs.get(job_id)
 
-    @property
-    def grants(self) -> list[Grant]:
-        """What is taken now."""
-        return [job.grant for job in self._jobs.values() if job.grant is not None]
-
     def of_user(self, uid: int) -> int:
         return sum(job.process.uid == uid for job in self._jobs.values())
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torchtuned import processes
+from torchtuned import processes, units
 from torchtuned.confining import Confiner, Pid1
 from torchtuned.cpulimits import limits
 from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
@@ -59,7 +59,7 @@ class Manager:
     def __init__(
         self,
         host: Host,
-        table: Jobs,
+        jobs: Jobs,
         policy: HostPolicy,
         pid1: Pid1,
         view: View,
@@ -67,20 +67,16 @@ class Manager:
         lent: Lent,
         jobs_active: Callable[[bool], None],
     ) -> None:
-        self._host, self._table, self._policy, self._pid1, self._view = host, table, policy, pid1, view
+        self._host, self.jobs, self._policy, self._pid1, self._view = host, jobs, policy, pid1, view
         self._lent, self._jobs_active = lent, jobs_active
         self._confiner = Confiner(host, policy, pid1)
         self._watches = Watches(self._leader_ended)
-        self._places = Places(table, policy, self._confiner, lent, lives=self._watches.lives)
+        self._places = Places(jobs, policy, self._confiner, lent, lives=self._watches.lives)
         self._around: dict[str, frozenset[str]] = {}  # of those who wait: the jobs that they run inside of
         self._polling = False
         self._committing: set[str] = set()
         self._tables, self._reading = Tables(host), asyncio.Lock()
         self._tasks = Tasks()
-
-    @property
-    def jobs(self) -> Jobs:
-        return self._table
 
     @property
     def topology(self) -> Topology:
@@ -101,17 +97,17 @@ class Manager:
         """
         try:
             request = parse_request(text)
-            seen = await asyncio.to_thread(self._look, pidfd)
+            seen = await asyncio.to_thread(lambda: look(self._host, processes.identify(pidfd)))
             if request.gpus and self.topology.gpus:
-                await self._lent.look(list(self._table))
+                await self._lent.look(list(self.jobs))
             if uid not in (0, seen.process.uid):
                 raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
             await self._adopt_self_placed()  # some may have, while this daemon was stopped or the machine too busy
-            if self._table.of_user(seen.process.uid) >= JOBS_PER_USER:
+            if self.jobs.of_user(seen.process.uid) >= JOBS_PER_USER:
                 raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
             self._replace_earlier(seen.process)
             job = self._new(request, seen)
-            self._table.put(job)
+            self.jobs.put(job)
         except BaseException:
             os.close(pidfd)
             raise
@@ -139,18 +135,20 @@ class Manager:
             confined = await self._confiner.confine(job, pidfd)
         except BaseException:
             self._committing.discard(job_id)
-            if (left := self._table.get(job_id)) is not None:
+            if (left := self.jobs.get(job_id)) is not None:
                 self._set_timer(left)
             self._followed()
             raise
         finally:
             os.close(pidfd)
             self._committing.discard(job_id)
-        job = replace(confined, state=State.RUNNING)
+        now = self.jobs.get(job_id)
+        if now is None:
+            raise NoSuchJob(f"job {job_id} ended meanwhile")
+        warnings = (*now.warnings, *confined.warnings[len(job.warnings) :])  # a GPU may have gone meanwhile
+        job = replace(confined, state=State.RUNNING, grant=now.grant, warnings=warnings)
         try:
-            if self._table.get(job_id) is None:
-                raise NoSuchJob(f"job {job_id} ended meanwhile")
-            self._table.put(job)
+            self.jobs.put(job)
         except TorchtunedError:
             self._end(job_id, "it cannot be recorded")
             raise
@@ -170,7 +168,7 @@ class Manager:
 
     def scope_ended(self, name: str) -> None:
         """PID 1 removed a scope, or says so while it reloads."""
-        for job in self._table:
+        for job in self.jobs:
             if job.scope == name:
                 self._tasks.spawn(self._check_scope(job.id))
 
@@ -182,21 +180,21 @@ class Manager:
         self.topology = topology
         self._end_leases()
         self._serve_queue()
-        for job in self._table if cpus_moved or cpus.before != cpus.now else ():
+        for job in self.jobs if cpus_moved or cpus.before != cpus.now else ():
             if job.state is State.RUNNING and job.confinement == "affinity" and job.grant is not None:
                 self._tasks.spawn(pin_again(self._host, self._pid1, job, cpus, self._watches.pidfd(job.id)))
 
     def _end_leases(self) -> None:
         """A GPU that is gone is nobody's, when it comes back neither: what its job had there is lost."""
         here = {gpu.address for gpu in self.topology.gpus}
-        for job in self._table:
+        for job in self.jobs:
             gone = [address for address in job.grant.gpus if address not in here] if job.grant else []
             if job.grant is None or not gone:
                 continue
             left = replace(job.grant, gpus=tuple(address for address in job.grant.gpus if address in here))
             job = replace(job, grant=left, warnings=(*job.warnings, f"GPU {', '.join(gone)} is gone"))
             try:
-                self._table.put(job)
+                self.jobs.put(job)
             except Failed as e:
                 log.warning("%s", e)
             else:
@@ -206,22 +204,21 @@ class Manager:
 
     async def adopt(self) -> None:
         """Take over the jobs of an earlier daemon: those whose process, or scope, is still there."""
-        self._table.load()
+        self.jobs.load()
         self._pid1.watch_scopes(wanted=True)  # before asking, so that no end falls between
         live: set[str] | None = None
         try:
             live = await self._pid1.scopes()
         except TorchtunedError as e:
             log.info("scopes are not known: %s", e)
-        for name in live or ():
-            number = name.removeprefix("torchtuned-job-").removesuffix(".scope")
-            if number.isdecimal():
-                self._table.skip_to(int(number) + 1)
-        for job in self._table:
+        for job_id in map(units.job_of, live or ()):
+            if job_id.isdecimal():
+                self.jobs.skip_to(int(job_id) + 1)
+        for job in self.jobs:
             pidfd = processes.reopen(job.process)
             there = bool(job.scope) and (live is None or job.scope in live)
             if pidfd is None and not there:
-                self._table.drop(job.id)
+                self.jobs.drop(job.id)
                 log.info("job %s ended while no daemon ran", job.id)
                 continue
             if pidfd is not None:
@@ -231,10 +228,10 @@ class Manager:
             if job.scope and (live is None or not there):
                 self._tasks.spawn(self._check_scope(job.id))
         await self._adopt_self_placed()
-        for job in self._table:
+        for job in self.jobs:
             if job.state is State.QUEUED:
                 self._around[job.id] = self._places.around(await asyncio.to_thread(look, self._host, job.process))
-        for name in (live or set()) - {job.scope for job in self._table}:
+        for name in (live or set()) - {job.scope for job in self.jobs}:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
         self._followed()
@@ -253,18 +250,18 @@ class Manager:
 
     def _adopt_one(self, found: Job) -> bool:
         """False when it is to be tried again."""
-        known = [job for job in self._table if job.process == found.process]
+        known = [job for job in self.jobs if job.process == found.process]
         if any(job.state is State.RUNNING or job.id in self._committing for job in known):
             return True
-        mine = self._table.of_user(found.process.uid) < JOBS_PER_USER
+        mine = self.jobs.of_user(found.process.uid) < JOBS_PER_USER
         pidfd = processes.reopen(found.process) if mine and found.grant is not None else None
         if pidfd is None or found.grant is None:
             return True
-        taken = {gpu for job in self._table if job.grant and job not in known for gpu in job.grant.gpus}
+        taken = {gpu for job in self.jobs if job.grant and job not in known for gpu in job.grant.gpus}
         grant = replace(found.grant, gpus=tuple(gpu for gpu in found.grant.gpus if gpu not in taken))
-        job = replace(found, id=self._table.new_id(), grant=grant)
+        job = replace(found, id=self.jobs.new_id(), grant=grant)
         try:
-            self._table.put(job)
+            self.jobs.put(job)
         except Failed as e:
             os.close(pidfd)
             log.warning("%s", e)
@@ -287,12 +284,9 @@ class Manager:
     def _document(self, job: Job) -> dict[str, Any]:
         return document(job, self.topology, self._policy.config)
 
-    def _look(self, pidfd: int) -> Seen:
-        return look(self._host, processes.identify(pidfd))
-
     def _new(self, request: Request, seen: Seen) -> Job:
         job = Job(
-            id=self._table.new_id(),
+            id=self.jobs.new_id(),
             process=seen.process,
             request=request,
             since=time.time_ns() // 1000,
@@ -310,14 +304,14 @@ class Manager:
     def _serve_queue(self) -> None:
         """Give what is free to those who wait, first come first served in each of the two queues."""
         full: set[bool] = set()
-        for waiting in self._table:
-            job, around = self._table.get(waiting.id), self._around.get(waiting.id, frozenset())
+        for waiting in self.jobs:
+            job, around = self.jobs.get(waiting.id), self._around.get(waiting.id, frozenset())
             lane = wants_gpus(waiting.request)
             if job is None or job.state is not State.QUEUED or (lane in full and not around):
                 continue
             try:
                 job = self._places.grant(job, limits(self._host, job.process.pid), around)
-                self._table.put(job)
+                self.jobs.put(job)
             except Busy:
                 if not around:
                     full.add(lane)
@@ -332,9 +326,9 @@ class Manager:
     async def _poll(self) -> None:
         """While somebody waits and strangers hold GPUs, look now and then whether they still do."""
         try:
-            while self._lent.held and any(job.state is State.QUEUED and job.request.gpus for job in self._table):
+            while self._lent.held and any(job.state is State.QUEUED and job.request.gpus for job in self.jobs):
                 await asyncio.sleep(POLL_S)
-                await self._lent.look(list(self._table))
+                await self._lent.look(list(self.jobs))
                 self._serve_queue()
         finally:
             self._polling = False
@@ -342,7 +336,7 @@ class Manager:
     # -- noticing ----------------------------------------------------------------------------------------------------
 
     def _leader_ended(self, job_id: str) -> None:
-        job = self._table.get(job_id)
+        job = self.jobs.get(job_id)
         if job is not None:
             self._view.leader_ended(job)
         if job is not None and job.scope:
@@ -352,7 +346,7 @@ class Manager:
 
     async def _check_scope(self, job_id: str) -> None:
         """End a job whose process and scope are gone. A process that left its scope is a job still, but unconfined."""
-        while (job := self._table.get(job_id)) is not None and job.scope:
+        while (job := self.jobs.get(job_id)) is not None and job.scope:
             try:
                 if await self._pid1.has_scope(job.scope):
                     return
@@ -360,25 +354,26 @@ class Manager:
             except TorchtunedError as e:
                 log.warning("PID 1 does not say whether %s is empty: %s", job.scope, e)
                 await asyncio.sleep(RETRY_S)
-        if job is None or self._table.get(job_id) is None or not job.scope:
+        job = self.jobs.get(job_id)  # it may have changed while PID 1 was asked
+        if job is None or not job.scope:
             return
         if job_id not in self._watches:
             self._end(job_id, "its last process ended")
             return
         lost = "none" if job.confinement == "cpuset" else job.confinement
         job = replace(job, scope="", confinement=lost, warnings=(*job.warnings, f"its process left {job.scope}"))
-        self._table.put(job)
+        self.jobs.put(job)
         self._followed()
         self._view.job_changed(job)
 
     def _end(self, job_id: str, why: str) -> None:
-        job = self._table.get(job_id)
+        job = self.jobs.get(job_id)
         if job is None:
             return
         log.info("job %s of uid %d: %s", job_id, job.process.uid, why)
         self._watches.forget(job_id)
         self._around.pop(job_id, None)
-        self._table.drop(job_id)
+        self.jobs.drop(job_id)
         self._view.job_removed(job)
         self._serve_queue()
         self._followed()
@@ -387,20 +382,20 @@ class Manager:
         """Knobs for jobs are for those that run or are about to: a grant may be asked for only to be looked at. Scopes
         are watched from before the first is made.
         """
-        starting = any(job.id in self._committing for job in self._table)
-        self._jobs_active(starting or any(job.state is State.RUNNING for job in self._table))
-        self._pid1.watch_scopes(wanted=starting or any(job.scope for job in self._table))
+        starting = any(job.id in self._committing for job in self.jobs)
+        self._jobs_active(starting or any(job.state is State.RUNNING for job in self.jobs))
+        self._pid1.watch_scopes(wanted=starting or any(job.scope for job in self.jobs))
 
     def _replace_earlier(self, process: Process) -> None:
         """A wrapper that asks again did not hear our answer; its first grant must not stand beside the second."""
-        for job in self._table:
+        for job in self.jobs:
             if job.process == process:
                 if job.state is State.RUNNING or job.id in self._committing:
                     raise InvalidRequest(f"process {process.pid} is job {job.id} already")
                 self._end(job.id, "registered anew")
 
     def _own(self, uid: int, job_id: str) -> Job:
-        job = self._table.get(job_id)
+        job = self.jobs.get(job_id)
         if job is None:
             raise NoSuchJob(f"there is no job {job_id}")
         if uid not in (0, job.process.uid):
