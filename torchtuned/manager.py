@@ -67,7 +67,8 @@ class Manager:
         lent: Lent,
         jobs_active: Callable[[bool], None],
     ) -> None:
-        self._host, self.jobs, self._policy, self._pid1, self._view = host, jobs, policy, pid1, view
+        self.jobs, self.topology = jobs, Topology(online=frozenset(), allowed=frozenset())
+        self._host, self._policy, self._pid1, self._view = host, policy, pid1, view
         self._lent, self._jobs_active = lent, jobs_active
         self._confiner = Confiner(host, policy, pid1)
         self._watches = Watches(self._leader_ended)
@@ -77,14 +78,6 @@ class Manager:
         self._committing: set[str] = set()
         self._tables, self._reading = Tables(host), asyncio.Lock()
         self._tasks = Tasks()
-
-    @property
-    def topology(self) -> Topology:
-        return self._places.machine
-
-    @topology.setter
-    def topology(self, topology: Topology) -> None:
-        self._places.machine = topology
 
     # -- the life of a job -------------------------------------------------------------------------------------------
 
@@ -294,7 +287,7 @@ class Manager:
         )
         around = self._places.around(seen)
         try:
-            return self._places.grant(job, seen.limits, around)
+            return self._places.grant(job, self.topology, seen.limits, around)
         except Busy as e:
             if not self._places.would_wait(request):
                 raise
@@ -310,7 +303,7 @@ class Manager:
             if job is None or job.state is not State.QUEUED or (lane in full and not around):
                 continue
             try:
-                job = self._places.grant(job, limits(self._host, job.process.pid), around)
+                job = self._places.grant(job, self.topology, limits(self._host, job.process.pid), around)
                 self.jobs.put(job)
             except Busy:
                 if not around:

@@ -49,12 +49,11 @@ def look(host: Host, process: Process) -> Seen:
 
 
 class Places:
-    """Finds places on `machine` for jobs of the table. `lives` tells whether a job's first process is still there."""
+    """Finds places for jobs of the table. `lives` tells whether a job's first process is still there."""
 
     def __init__(
         self, table: Jobs, policy: HostPolicy, confiner: Confiner, lent: Lent, *, lives: Callable[[str], bool]
     ) -> None:
-        self.machine = Topology(online=frozenset(), allowed=frozenset())
         self._table, self._policy, self._confiner, self._lent, self._lives = table, policy, confiner, lent, lives
 
     def around(self, seen: Seen) -> frozenset[str]:
@@ -73,7 +72,7 @@ class Places:
         """Whether a job is queued when it cannot have what it wants."""
         return request.wait is not None or self._policy.config.jobs.when_full == "wait"
 
-    def grant(self, job: Job, found: Limits, around: Collection[str]) -> Job:
+    def grant(self, job: Job, machine: Topology, found: Limits, around: Collection[str]) -> Job:
         """The job with a grant. `around` are the jobs that it runs inside of, whose place it shares. Busy."""
         rules = self._policy.config.rules()
         if job.request.wait is not None and not job.request.shared:
@@ -87,9 +86,9 @@ class Places:
         if first and not outer:
             raise Busy(first, hint="wait with --wait")
         if first:
-            grant = self._within(outer, taken, request, rules, first)
+            grant = _within(outer, machine, taken, request, rules, first)
         else:
-            grant = place(self.machine, taken, request, rules)
+            grant = place(machine, taken, request, rules)
         how = self._confiner.how(job, found)
         return replace(
             job,
@@ -114,21 +113,22 @@ class Places:
             return ""
         return f"{len(waiting)} waiting before it (job {waiting[0].id} of uid {waiting[0].process.uid} is next)"
 
-    def _within(
-        self, outer: Collection[Job], taken: Collection[Grant], request: Request, rules: Rules, first: str
-    ) -> Grant:
-        """A place in nothing but the outer jobs' own: the rest is for those who waited before. Busy."""
-        own = [job.grant for job in outer if job.grant is not None]
-        allowed = self.machine.allowed if request.affinity is None else request.affinity
-        allowed &= frozenset[int]().union(*(grant.cpus for grant in own))
-        gpus = {address for grant in own for address in grant.gpus}
-        others = tuple(gpu.address for gpu in self.machine.gpus if gpu.address not in gpus)
-        rest = Grant(cpus=frozenset(), gpus=others, bound=False)
-        try:
-            return place(self.machine, [*taken, rest], replace(request, affinity=allowed), rules)
-        except Unplaceable:
-            place(self.machine, [], request, rules)  # what never fits is told so
-            raise Busy(first, hint="wait with --wait") from None
+
+def _within(
+    outer: Collection[Job], machine: Topology, taken: Collection[Grant], request: Request, rules: Rules, first: str
+) -> Grant:
+    """A place in nothing but the outer jobs' own: the rest is for those who waited before. Busy."""
+    own = [job.grant for job in outer if job.grant is not None]
+    allowed = machine.allowed if request.affinity is None else request.affinity
+    allowed &= frozenset[int]().union(*(grant.cpus for grant in own))
+    gpus = {address for grant in own for address in grant.gpus}
+    others = tuple(gpu.address for gpu in machine.gpus if gpu.address not in gpus)
+    rest = Grant(cpus=frozenset(), gpus=others, bound=False)
+    try:
+        return place(machine, [*taken, rest], replace(request, affinity=allowed), rules)
+    except Unplaceable:
+        place(machine, [], request, rules)  # what never fits is told so
+        raise Busy(first, hint="wait with --wait") from None
 
 
 def wants_gpus(request: Request) -> bool:
