@@ -79,12 +79,10 @@ def jobs(args: argparse.Namespace) -> int:
             strays = strays or any(process["verdict"] != "ok" for process in listed)
     if args.json:
         print_json(found)
-    elif not found and not unreachable:
-        print("No jobs. Start one with: torchtuned-run COMMAND")
-    elif found and args.threads:
-        _print_threads(found)
     elif found:
-        _print_jobs(found)
+        (_print_threads if args.threads else _print_jobs)(found)
+    elif not unreachable:
+        print("No jobs. Start one with: torchtuned-run COMMAND")
     if unreachable:
         raise unreachable
     return FINDINGS if strays else FINE
@@ -310,10 +308,10 @@ def draw_map(args: argparse.Namespace) -> int:
         try:
             with Client() as daemon:
                 objects = daemon.objects()
+            found = of_kind(objects, JOB)
         except DaemonUnreachable as error:
             found = self_placed(host)
             note(str(without(error, ONLY if found else NONE)))
-    found = found or of_kind(objects, JOB)
     names = {str(gpu["address"]): GpuFacts(name=str(gpu.get("name") or "")) for gpu in of_kind(objects, GPU)}
     topology = discover.topology(host, gpus=names, watch=watched(host))
     if args.json:
