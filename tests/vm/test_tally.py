@@ -47,7 +47,7 @@ def busy(ready: Machine) -> Machine:
 
 def play(machine: Machine, tell: Tell, what: str, scenario: str, count: int) -> None:
     """One scenario in the machine; nothing may have failed."""
-    out = machine.check(f"python3 -B {SHARE}/tally.py {scenario} {count} {SEED}", 900)
+    out = machine.check(f"python3 -B {SHARE}/tally.py {scenario} {count} {SEED}", 600 + 60 * count)
     row = json.loads(out.splitlines()[-1])
     notes = ", ".join(f"{note} {times}" for note, times in row["notes"].items())
     figures = f"{row['moments']:8}{len(row['failed']):8}{row['slowest_s']:10}{row['jobs']:6}{row['seconds']:8}"
