@@ -312,7 +312,9 @@ def test_links_are_not_followed(runtime: Path, host: Host, tmp_path: Path) -> No
     assert precious.read_text() == "mine"
     (runtime / "lock").unlink()
     (runtime / "lock").symlink_to(precious)
-    assert "your other jobs are not known" in selfplace.place_self(wishes(), pid=102, host=host)["warnings"][-1]
+    grant = selfplace.place_self(wishes(), pid=102, host=host)
+    assert "your other jobs are not known" in grant["warnings"][-1]
+    assert grant["apart"] == "nobody"
 
 
 def test_a_folder_that_others_can_write_is_not_trusted(runtime: Path, host: Host) -> None:

@@ -92,6 +92,7 @@ def place_self(
         try:
             with _table(notes) if apart else nullcontext(_Table(-1)) as table:
                 jobs, placed = table.live(host, pid), _placed(host, pid) if apart else []
+                known = ["your own jobs"] * (not notes) + ["those of torchtunedd"] * bool(placed)
                 grant = place(machine, _in_force(host, pid, machine, request, [*placed, *jobs]), request, rules)
                 bound = apart and grant.bound and request.confine != "none"
                 if apart and not dry:
@@ -118,7 +119,7 @@ def place_self(
         "job": f"self-{pid}",
         "state": "running",
         "confinement": "affinity" if bound else "none",
-        "apart": "" if not apart else "your own jobs and those of torchtunedd" if placed else "your own jobs only",
+        "apart": "" if not apart else f"{' and '.join(known) or 'nobody'}{' only' * (len(known) == 1)}",
         "scope": "",
         "cpu_max": limits.cpu_max,
         "omp_max_gpu": rules.omp_max_gpu,
