@@ -168,6 +168,19 @@ def test_the_terminal_is_as_it_was_after_an_exception(tty: int) -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
+def test_a_terminal_that_is_gone_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its window was closed, or the line broke."""
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    master, slave = os.openpty()
+    with os.fdopen(slave, "r") as file:
+        monkeypatch.setattr("sys.stdin", file)
+        with Terminal() as terminal:
+            os.close(master)
+            assert terminal.wait(20) == "q"
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+
+
 def test_keys_and_signals_end_the_wait(tty: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal() as terminal:
         os.write(tty, b"\x1b[A")

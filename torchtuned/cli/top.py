@@ -7,6 +7,7 @@ the loop leaves through the same door as q does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import select
@@ -132,7 +133,8 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        termios.tcsetattr(self._fd, termios.TCSANOW, self._settings)
+        with contextlib.suppress(termios.error):  # a terminal that is gone has no settings
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._settings)
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
