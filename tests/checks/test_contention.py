@@ -207,3 +207,11 @@ def test_this_process_computes() -> None:
     assert before.parents[os.getpid()] == os.getppid()
     assert before.cpus.keys() == now.cpus.keys()
     assert all(now.cpus[cpu] >= before.cpus[cpu] for cpu in now.cpus)
+
+
+def test_processes_that_are_hidden_do_not_hide_the_others(tmp_path: Path) -> None:
+    """With hidepid=1 their names are there, and nothing else can be read."""
+    root = build(tmp_path, computes("9", ticks=0, cpus=(1,))[0]).root
+    (root / "proc/8/stat").mkdir(parents=True)
+    seen = activity(Host(root))
+    assert (8 in seen.parents, seen.parents[9]) == (False, 1)

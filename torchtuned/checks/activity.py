@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtuned.errors import Missing
+from torchtuned.errors import HostError
 from torchtuned.host import Host, stat_fields
 
 KTHREADD = 2
@@ -33,8 +33,8 @@ def activity(host: Host) -> Activity:
             continue
         try:
             fields = stat_fields(host.read(f"/proc/{name}/stat"))
-        except Missing:
-            continue  # it ended meanwhile
+        except HostError:
+            continue  # it ended meanwhile, or hidepid keeps it from us
         if fields:
             pid, parent = int(name), int(fields[1])
             parents[pid] = parent
