@@ -233,7 +233,8 @@ class Machine:
         if last_words:
             self.stands_still = True
             raise MachineHangs(f"its kernel ended: {last_words[0].strip()}")
-        raise MachineError("the machine went away: " + (self.dir / "qemu.log").read_text())
+        status = self._process.wait(10) if self._process else None
+        raise MachineError(f"the machine went away, QEMU with {status}: {(self.dir / 'qemu.log').read_text()}")
 
     def _command(self) -> list[str]:
         cpus = self.nodes * self.cpus_per_node
