@@ -23,11 +23,11 @@ from=0; from=$(ms); cpu() {{ cut -d ' ' -f 14,15 /proc/$daemon/stat; }}; set -- 
 for i in $(seq {rounds}); do echo 1 >$two/remove; echo 1 >/sys/class/pci_bus/0000:82/rescan; done
 echo "storm_ms $(ms)"
 echo 1 >/sys/bus/pci/rescan
-from=0; from=$(ms)
+from=0; from=$(ms); (udevadm settle; echo "udev_ms $(ms)" >/run/udev_ms) &
 show() {{ busctl get-property org.torchtuned1 $path org.torchtuned1.Gpu Job; }}
 until show >/dev/null 2>&1 || [ $(ms) -gt 60000 ]; do :; done
 echo "shown_ms $(ms)"
-udevadm settle; echo "udev_ms $(ms)"
+wait; cat /run/udev_ms
 set -- $1 $2 $(cpu); echo "daemon_cpu_ms $((($3 + $4 - $1 - $2) * 10))"
 grep VmRSS /proc/$daemon/status | sed 's/:\s*/_kib /; s/ kB//'
 """
@@ -83,14 +83,14 @@ def test_a_lease_ends_with_its_gpu_and_its_job_stays_where_it_is(ready: Machine)
 
 
 def test_a_newcomer_after_a_storm_of_hotplug_is_usable_at_once(ready: Machine, suite: str) -> None:
-    """Within two seconds; the emulated processor is some thirty times slower than a real one."""
+    """Within two seconds of the time when udev, which all events go through, is done with what came before it."""
     path = f"/org/torchtuned1/gpus/{GPUS[0].replace(':', '_').replace('.', '_')}"
     script = STORM_SCRIPT.format(one=GPUS[0], two=GPUS[1], path=path, rounds=STORM)
     took = dict(line.split() for line in ready.check(script, 300 + 3 * STORM).splitlines())
     print(f"{suite}, {STORM} removes and rescans: {took}")
     assert ready.check(SHOWN).strip() == "2"
     ready.login("alice", f"torchtuned-run --quiet --gpus {GPUS[0]} true")
-    assert int(took["shown_ms"]) < 2000
+    assert int(took["shown_ms"]) < int(took["udev_ms"]) + 2000
 
 
 def test_gpus_come_and_go_on_the_bus(ready: Machine) -> None:
