@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import tarfile
+import threading
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -232,3 +234,18 @@ def test_what_concerns_a_job_is_for_its_user_and_for_root_and_told_once(
     monkeypatch.setattr("sys.argv", ["torchtuned", "check", "--json"])
     cli.main()
     assert [item["job"] for item in json.loads(capsys.readouterr().out)["findings"]] == seen
+
+
+def test_what_has_nothing_to_say_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc/kmsg, for one, which is a file by its kind."""
+    monkeypatch.setattr("os.geteuid", lambda: 12345)  # a pipe cannot be dropped from the cache, kmsg can
+    (tmp_path / "x").write_bytes(bytes(1000))
+    os.mkfifo(tmp_path / "silent")
+    writer = os.open(tmp_path / "silent", os.O_RDWR)  # without one its reader would be at the end
+    found: list[reading.Reading | None] = []
+    paths = [str(tmp_path / "silent"), str(tmp_path / "x")]
+    thread = threading.Thread(target=lambda: found.append(reading.measure(paths, seconds=0.1)), daemon=True)
+    thread.start()
+    thread.join(20)
+    os.close(writer)
+    assert [one and one.warm.read for one in found] == [1000]

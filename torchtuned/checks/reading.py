@@ -77,7 +77,7 @@ def _owned(path: str) -> bool:
 def _drop(path: str) -> bool:
     """Ask the kernel to forget a file's clean pages."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -89,14 +89,12 @@ def _drop(path: str) -> bool:
     return True
 
 
-def _read(
-    paths: Sequence[str], seconds: float, progress: Callable[[float], None], *, most: int = MOST_BYTES
-) -> Rate:
+def _read(paths: Sequence[str], seconds: float, progress: Callable[[float], None], *, most: int = MOST_BYTES) -> Rate:
     start = now = time.monotonic()
     read = files = 0
     for path in paths:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # /proc/kmsg, say, has no end
         except OSError:
             continue
         files += 1

@@ -25,13 +25,14 @@ class Files:
 
 
 def walk(root: str) -> Files:
-    """A file, or those of a folder, for at most LOOK_S seconds and MOST_FILES files. Folders that cannot be read are
-    passed over."""
+    """A file, or those of a folder, for at most LOOK_S seconds and MOST_FILES files. A folder that cannot be read is
+    passed over, and what was found is not the whole."""
     if os.path.isfile(root):
         return Files(paths=(root,), sizes=(os.path.getsize(root),), whole=True)
     found: list[tuple[int, str]] = []
+    unread: list[str] = []
     until, whole = time.monotonic() + LOOK_S, True
-    for entry in _entries(root):
+    for entry in _entries(root, unread):
         with suppress(OSError):  # it is gone
             if entry.is_file():
                 found.append((entry.stat().st_size, entry.path))
@@ -39,15 +40,21 @@ def walk(root: str) -> Files:
             whole = False
             break
     return Files(
-        paths=tuple(name for _, name in found), sizes=tuple(sorted(number for number, _ in found)), whole=whole
+        paths=tuple(name for _, name in found),
+        sizes=tuple(sorted(number for number, _ in found)),
+        whole=whole and not unread,
     )
 
 
-def _entries(root: str) -> Iterator[os.DirEntry[str]]:
+def _entries(root: str, unread: list[str]) -> Iterator[os.DirEntry[str]]:
     waiting = [root]
     while waiting:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                yield entry
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    yield entry
+        except OSError:
+            unread.append(folder)
