@@ -26,6 +26,12 @@ def test_a_long_file_is_read_to_its_end(tmp_path: Path) -> None:
     assert len(Host(tmp_path).read("/proc/big")) == 200_000
 
 
+def test_a_file_without_an_end_is_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "version.py").symlink_to("/dev/zero")
+    with pytest.raises(Unreadable, match="larger than 64 MiB"):
+        Host(tmp_path).read("/version.py")
+
+
 def test_numbers_and_lists_that_are_none_are_unreadable(tmp_path: Path) -> None:
     host = Host(make_tree(tmp_path, {"sys/a": "many\n"}))
     with pytest.raises(Unreadable, match="/sys/a: not a number: 'many'"):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # ESRCH and ENODEV: the process or device went away between open and read, which is the same as not being there
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESRCH, errno.ENODEV, errno.ENXIO, errno.ELOOP})
-_CHUNK = 65536
+_CHUNK, MOST_BYTES = 65536, 64 << 20  # of a file; some lie in users' folders, and may be links to /dev/zero
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 SPACE = (
     "/.torchtuned/space"  # in a folder: what statvfs(3) said, a line for each file system: PATH TOTAL FREE INODES FREE
@@ -68,18 +68,22 @@ class Host:
             return default
 
     def read_bytes(self, path: str) -> bytes:
-        """The file as it is, for the few that hold a binary number. Missing, Unreadable. A pipe is not waited for."""
+        """The file as it is, for the few that hold a binary number. Missing; Unreadable, also for one without an end.
+        A pipe is not waited for.
+        """
+        data = bytearray()
         try:
             fd = os.open(self._prefix + path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                data = os.read(fd, _CHUNK)
-                while data and (more := os.read(fd, _CHUNK)):
+                while more := os.read(fd, _CHUNK):
                     data += more
+                    if len(data) > MOST_BYTES:
+                        raise Unreadable(f"larger than {MOST_BYTES >> 20} MiB", where=path)
             finally:
                 os.close(fd)
         except OSError as error:
             raise self._unread(path, error) from None
-        return data
+        return bytes(data)
 
     def read_int(self, path: str) -> int:
         """The file's content as a decimal number. Missing; Unreadable also when it is not a number."""
