@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 from pathlib import Path
 
@@ -111,3 +112,18 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest
     assert cli.main(["bug-report", "--sysroot", str(tmp_path), "--output", str(tmp_path / "mine")]) == 2
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_of_a_bundle_that_cannot_be_written_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = build(tmp_path, FAULTY).root
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a full disk
+    try:
+        status = cli.main(["bug-report", "--sysroot", str(root), "--output", "report"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (status, capsys.readouterr().err) == (1, "torchtuned: File too large\n")
+    assert not os.path.exists("report")

@@ -54,10 +54,15 @@ def bug_report(args: argparse.Namespace) -> int:
     except TorchtunedError as error:
         host.add(f"{DOCUMENTS}/log.error", f"{error}\n")
     try:
-        with open(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            count = host.write_bundle(file, top=top)
+        fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise InvalidRequest("the file is there already", where=f"--output {output}") from None
+    try:
+        with open(fd, "wb") as file:
+            count = host.write_bundle(file, top=top)
+    except BaseException:  # a full disk, Ctrl-C: a part of it is of no use, and in the way of the next
+        os.unlink(output)
+        raise
     print(f"{output}: {count} files. Look through it before you pass it on: tar tzf {output}")
     print(f"It is replayed by: tar xzf {output} && torchtuned check --sysroot {top}")
     if host.unreadable:
