@@ -240,7 +240,8 @@ class Machine:
         # One host thread takes turns with all emulated CPUs. With a thread for each, QEMU 10 loses timers, and then the
         # machine, when devices come and go, and QEMU before 8.1 sees breakpoints that its kernel has taken back.
         # Tests that are killed take their machines with them.
-        line = ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64", "-machine", "q35", "-accel", "tcg,thread=single"]
+        line = ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64", "-machine", "q35"]
+        line += ["-accel", "tcg,thread=single"]
         # acpi-cpufreq refuses QEMU's default AMD family 15; this model number is only a label.
         line += ["-cpu", "max,vendor=GenuineIntel,family=6,model=85,stepping=4"]
         line += ["-m", f"{self.nodes * self.node_mib}M", "-smp", f"{cpus},sockets={self.nodes}"]
