@@ -136,7 +136,7 @@ def main():
             pictures, kinds = pictures.to(device, non_blocking=True), kinds.to(device, non_blocking=True)
             noise = torch.randn(pictures.shape, device=device)
             optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=gpu):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=gpu):
                 loss = criterion(model(pictures + 0.1 * noise), kinds)
             loss.backward()
             optimizer.step()
