@@ -389,6 +389,10 @@ def test_more_cores_than_there_are_never_fit(tmp_path: Path) -> None:
     found = read(tmp_path, machine_f())
     with pytest.raises(Unplaceable, match="--cpus 11: this job may have 10 cores at most"):
         place(found, [], Request(gpus=(), cpus="11"))
+    with pytest.raises(Unplaceable, match=r"\(ask for fewer\)$"):  # no affinity is that wide
+        place(found, [], Request(gpus=(), cpus="11"))
+    with pytest.raises(Unplaceable, match=r"may have 1 core at most \(ask for fewer, or .* a wider affinity\)"):
+        place(found, [], all_gpus(found, cpus="4", affinity="0"))
     with pytest.raises(Unplaceable, match="3 cores at most"):
         place(found, [], all_gpus(found, cpus="4", affinity="0-2"))
 

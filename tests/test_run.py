@@ -194,6 +194,7 @@ def test_a_script_without_a_first_line_is_for_the_shell(tmp_path: Path) -> None:
         ([], 125, "no command given"),
         (["--"], 125, "no command given"),
         (["--gpu=1", "true"], 125, "unknown option --gpu (did you mean --gpus?)"),
+        (["--bogus", "true"], 125, "unknown option --bogus (torchtuned-run --help)"),
         (["-x", "true"], 125, "unknown option -x"),
         (["--cpus"], 125, "--cpus needs a value"),
         (["--cpus=none", "true"], 125, "--cpus"),
@@ -349,7 +350,9 @@ def test_nothing_free_is_said_loudly() -> None:
     quiet = run("--wait=0.1", "--quiet", "true")
     narrow = run("--cpus=1", "grep", "Cpus_allowed_list", "/proc/self/status")
     holder.communicate(b"\n")
-    assert "shared with 1 other job" in done.stderr
+    [line] = done.stderr.splitlines()
+    assert f"on CPUs {MINE}, shared with process {holder.pid} of {getpass.getuser()} (no core is free; --wait" in line
+    assert len(line) < 160
     said = f"waited 0.1 s, no place: no core is free; process {holder.pid} of {getpass.getuser()} has CPUs {MINE}"
     assert (waiting.returncode, quiet.returncode) == (125, 125)
     lines = [f"torchtuned-run: {words}\n" for words in ("waiting: no core is free", said)]

@@ -7,11 +7,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+LIKE = 0.7  # from 0 to 1; with less, --bogus is like --gpus
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
     """That of some words which a misspelling may have meant, "" when none is like it."""
     import difflib  # only where something is misspelt
 
-    return next(iter(difflib.get_close_matches(word, list(words), n=1)), "")
+    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=LIKE)), "")
 
 
 def count(number: object, word: str) -> str:

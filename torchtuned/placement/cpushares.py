@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torchtuned.placement.dealing import Piece, by_node, cpus_of, deal_or_share, deal_ranks, group, pick, pieces
 from torchtuned.placement.space import Space
 from torchtuned.topology import Topology
+from torchtuned.wording import count as counted
 
 
 def cpu_shares(space: Space, count: int) -> tuple[list[list[Piece]], str]:
@@ -19,18 +20,22 @@ def cpu_shares(space: Space, count: int) -> tuple[list[list[Piece]], str]:
         return deal_or_share(cores, count), "no core is free; here are the fewest jobs for the number of cores"
     if kind == "cores":
         chosen = quietest(space, free, number)
-        why = f"{len(chosen)} cores for --cpus {space.request.cpus}"
+        why = f"{counted(len(chosen), 'core')} for --cpus {space.request.cpus}"
         if len(chosen) < number:
             space.short(len(chosen), number)
     elif kind == "node":
         chosen = max(group(free, lambda piece: piece.node), key=len)
-        why = f"the {len(chosen)} free cores of node {chosen[0].node}" if chosen[0].node >= 0 else "all free cores"
+        why = "all free cores"
+        if chosen[0].node >= 0:
+            why = f"the {counted(len(chosen), 'free core')} of node {chosen[0].node}"
     elif space.rules.slots and not space.request.shared:
         chosen = _slot(space, free)
         why = f"{len(chosen)} of {space.total} cores: the machine is cut for {space.rules.slots} jobs"
     else:
         chosen = free
-        why = f"all {len(free)} free cores" if not space.request.shared else f"all {len(free)} cores, shared as asked"
+        why = f"all {counted(len(free), 'free core')}"
+        if space.request.shared:
+            why = f"all {counted(len(free), 'core')}, shared as asked"
     if space.request.policy == "exclusive":
         return deal_ranks(chosen, count), why
     return _whole_groups(space, chosen, count), f"{why}, by {space.request.policy}"

@@ -11,6 +11,7 @@ from torchtuned.errors import Busy, InvalidRequest, Unplaceable
 from torchtuned.placement.dealing import Piece, cpus_of, pieces
 from torchtuned.placement.grants import Grant, Request, Rules
 from torchtuned.topology import Topology
+from torchtuned.wording import count
 
 REMEDY = "for cores of its own: start jobs with --cpus N, set slots in the configuration, or wait with --wait"
 NOTHING: CpuSet = frozenset()
@@ -112,9 +113,9 @@ class Space:
             return "cores", min(len(self.cores), max(1, self.total * number // 100))
         if kind == "cores" and number > len(self.cores):
             raise Unplaceable(
-                f"this job may have {len(self.cores)} cores at most",
+                f"this job may have {count(len(self.cores), 'core')} at most",
                 where=f"--cpus {number}",
-                hint="ask for fewer, or start it with a wider affinity",
+                hint="ask for fewer, or start it with a wider affinity" if number <= self.total else "ask for fewer",
             )
         return kind, number
 

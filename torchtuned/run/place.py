@@ -13,7 +13,7 @@ import sys
 import time
 
 from torchtuned import errors
-from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client, printable
+from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client, has_systemd, printable
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.run.trust import trusted
 from torchtuned.words import MAX_RANKS
@@ -33,6 +33,7 @@ BACK_S = 3.0  # the same for a job that has its place granted
 ASK_S = 0.2
 SHOWN = 4096  # characters of the command that the daemon is told, to show
 JOB = "org.torchtuned1.Job"
+FULL = "no core is free"  # what placement warns of starts so
 # placing without the daemon would fail as well, or go against the administrator
 FINAL = (errors.InvalidRequest, errors.NoSuchGpu, errors.Unplaceable, errors.Busy)
 
@@ -125,7 +126,8 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
         raise
     except errors.TorchtunedError as error:
         if options.require and not isinstance(error, InsideJob):
-            raise errors.Failed(f"{error}; --require was given") from None
+            hint = error.hint if has_systemd() else ""
+            raise errors.Failed(f"{error.what}; --require was given", hint=hint) from None
         if os.sched_getaffinity(0) != mask:
             os.sched_setaffinity(0, mask)
         problem = error
@@ -143,11 +145,24 @@ def find_place(options: Options, environ: dict[str, str], launcher: Launcher | N
     settle_count(counted, grant["gpus_here"])
     if not options.quiet and not options.explain:
         where = f"placed without torchtunedd on CPUs {grant['cpus']}"
-        where += "" if inside else f", apart from {grant['apart']}"
+        if grant["sharers"]:
+            where += f", {_shared(grant)}"
+        elif not inside:
+            where += f", apart from {grant['apart']}"
         if not grant["apart"]:
             where = "not kept to any CPUs, because without /proc nothing tells which are free"
         say(f"{problem.what}; {where}")
     return Place(grant, "torchtuned-run", lambda: selfplace.forget(os.getpid()))
+
+
+def _shared(grant: dict[str, Any]) -> str:
+    """With whom a place of our own is shared, and the way out, in the words of this line and no further one."""
+    from torchtuned.run import waiting
+
+    own = [text for text in grant["warnings"] if text.startswith(FULL)]
+    grant["warnings"] = [text for text in grant["warnings"] if text not in own]
+    why = f" ({FULL}; --wait waits for one)" if own else ""
+    return f"shared with {waiting.some(grant['sharers'])}{why}"
 
 
 def settle_count(launcher: Launcher | None, gpus: int) -> None:

@@ -120,6 +120,7 @@ def place_self(
         "state": "running",
         "confinement": "affinity" if bound else "none",
         "apart": "" if not apart else f"{' and '.join(known) or 'nobody'}{' only' * (len(known) == 1)}",
+        "sharers": _sharers(host, pid, grant, [*placed, *jobs]) if bound and grant.shared else [],
         "scope": "",
         "cpu_max": limits.cpu_max,
         "omp_max_gpu": rules.omp_max_gpu,
@@ -234,6 +235,17 @@ def _holders(host: Host, pid: int, request: Request, jobs: Sequence[Mapping[str,
         if (cpus or gpus) and job["pid"] not in ancestors and type(uid) is int:
             found.append(holder(f"process {job['pid']}", uid, cpus, gpus))
     return found
+
+
+def _sharers(host: Host, pid: int, grant: Grant, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The other jobs on the CPUs of this one, in words."""
+    from torchtuned.run import waiting
+
+    ancestors = _ancestors(host, pid)
+    others = [job for job in jobs if job["pid"] not in ancestors and type(job.get("uid")) is int]
+    grants = [(job, grant_from_json(job["grant"])) for job in others]
+    on = [job for job, other in grants if other.bound and other.cpus & grant.cpus]
+    return [waiting.whose(f"process {job['pid']}", job["uid"]) for job in on]
 
 
 def _reachable(host: Host, address: str) -> bool:

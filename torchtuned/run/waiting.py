@@ -14,19 +14,28 @@ SHOWN = 3
 
 def in_vain(seconds: float, why: str, holders: Sequence[str]) -> Busy:
     """The error for a wait of so long that has ended."""
-    more = len(holders) - SHOWN
-    listed = [*holders[:SHOWN], f"and {more} more"] if more > 0 else holders
-    return Busy("; ".join([f"waited {seconds:g} s, no place: {why}", *([", ".join(listed)] if listed else [])]))
+    return Busy("; ".join([f"waited {seconds:g} s, no place: {why}", *([some(holders)] if holders else [])]))
 
 
-def holder(name: str, uid: int, cpus: CpuSet, gpus: Sequence[str]) -> str:
-    """Who has what, in words. `name` is the job or process."""
+def whose(name: str, uid: int) -> str:
+    """A job or process, by `name`, and its user."""
     import pwd
 
     try:
         user = pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
         user = f"uid {uid}"
+    return f"{name} of {user}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = len(names) - SHOWN
+    return ", ".join([*names[:SHOWN], f"and {more} more"] if more > 0 else names)
+
+
+def holder(name: str, uid: int, cpus: CpuSet, gpus: Sequence[str]) -> str:
+    """Who has what, in words. `name` is the job or process."""
     what = [f"CPUs {format_list(cpus)}"] if cpus else []
     what += [f"GPU {', '.join(gpus)}"] if gpus else []
-    return f"{name} of {user} has {' and '.join(what)}"
+    return f"{whose(name, uid)} has {' and '.join(what)}"
