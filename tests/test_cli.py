@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from fakes import tree
 from torchtuned.cli import main as cli
 from torchtuned.cli import policy as cli_policy
 from torchtuned.cli.command import Command
-from torchtuned.cli.policy import local_ledger, unapplied
+from torchtuned.cli.config import _Answer, _facts
+from torchtuned.cli.policy import NOT_HERE, in_words, local_ledger, row_document, unapplied
 from torchtuned.configfiles import read_config
 from torchtuned.engine import Engine
 from torchtuned.errors import Unplaceable
@@ -114,6 +116,7 @@ def test_examples_are_right(command: Command) -> None:
         (("top", "--interval", "nan"), "'nan' is not a number of seconds"),
         (("--jsn",), "unknown option --jsn"),
         (("place", "--gpu", "1"), "unknown option --gpu, did you mean --gpus?"),
+        (("place", "--bogus"), "unknown option --bogus (see torchtuned place --help)"),
         (("place", "--gpus"), "--gpus: expected one argument"),
         (("topology", "extra"), "unknown argument extra"),
         (("topology", "--sysroot", "/nonexistent"), "no such folder"),
@@ -159,6 +162,11 @@ def test_bad_grants_in_force(
     status, _, err = run(capsys, "place", "--sysroot", str(root), "--in-force", str(file))
     assert status == 2
     assert said in err
+
+
+def test_a_place_is_one_on_an_idle_machine(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "place", "--sysroot", str(root))[1].startswith("On an idle machine; torchtuned-run --explain ")
+    assert "idle machine" in run(capsys, "place", "--help")[1]
 
 
 # what is read from a machine
@@ -350,7 +358,9 @@ def test_a_plan_tells_people_that_nothing_is_applied_yet(root: Path, capsys: pyt
 
 def test_plan_without_a_daemon_says_so() -> None:
     done = torchtuned("plan", env={**os.environ, **NO_BUS})
-    assert "worked out here, as without jobs (" in done.stderr
+    first = done.stderr.splitlines()[0]
+    assert "worked out here, as without jobs" in first
+    assert ("(start it: " in first) == Path("/run/systemd/system").is_dir()  # that it cannot run here helps nobody
     assert len(done.stderr.splitlines()[0]) < 120
 
 
@@ -361,7 +371,11 @@ def test_what_nobody_applies_is_not_told_as_a_change(root: Path) -> None:
     [before] = [row for row in rows if row.knob == "sysctl/vm.max_map_count"]
     [after] = [row for row in unapplied(rows) if row.knob == "sysctl/vm.max_map_count"]
     assert before.reason == "not in force: apply sets it"
-    assert re.fullmatch("not in force: (nothing applies it now; systemctl start.*|no daemon here.*)", after.reason)
+    assert re.fullmatch("not applied here: (systemctl start torchtuned does it|there is no daemon)", after.reason)
+    [told] = in_words([row_document(after)])
+    assert (told["outcome"], f"{NOT_HERE}: {told['reason']}") == ("not applied here", after.reason)
+    drifted = {**row_document(before), "outcome": "drifted"}
+    assert in_words([drifted]) == [drifted]
     assert [row for row in rows if row.reason != before.reason] == [
         row for row in unapplied(rows) if row.reason != after.reason
     ]
@@ -377,8 +391,11 @@ def test_in_a_folder_that_is_gone(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (1, "torchtuned: the current folder is gone: cd to another one\n")
 
 
-@pytest.mark.parametrize("name", ["status", "apply"])
-def test_a_document_without_a_daemon(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["status", "apply", "report", "top"])
+def test_a_document_without_a_daemon(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)  # root reads the reports themselves
     status, out, err = run(capsys, name, "--json")
     document = json.loads(out)
     assert status == 69
@@ -433,6 +450,22 @@ def test_undo_without_a_daemon_as_a_document(
     assert (status, rows["sysctl/vm.max_map_count"]) == (1, "drifted")
     status, out, _ = run(capsys, "undo", "--json")
     assert (status, json.loads(out)["knobs"]) == (0, [])
+    status, out, err = run(capsys, "undo")
+    assert (status, out) == (0, "Nothing to give back.\n")
+    assert "; it has left no ledger" in err
+
+
+@pytest.mark.parametrize(
+    "reason", ["set by torchtuned, was 60", "somebody changed it after torchtuned had set 10 (it was 60)"]
+)
+def test_why_does_not_contradict_the_daemon(reason: str) -> None:
+    """Its ledger is not here, as with --run-dir, and it says itself that it has set the value."""
+    row = dict.fromkeys(("knob", "current", "wanted", "outcome", "source"), "x") | {"reason": reason}
+    answer = _Answer(name="x", row=row, wish=None, entry=None, owner="", mentions=(), comment="")
+    assert "as the outcome says" in dict(_facts(answer, secret=False))["before"]
+    assert "ask as root" in dict(_facts(answer, secret=True))["before"]
+    other = replace(answer, row={**row, "reason": "not in force: apply sets it"})
+    assert dict(_facts(other, secret=False))["before"] == "torchtuned has not changed it"
 
 
 def test_why(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from fakes.schema import fits, schema
 
 from torchtuned import jobtables, selfplaced
 from torchtuned.cli import jobs as cli_jobs
+from torchtuned.cli.command import shortened
 from torchtuned.cli.main import main
 from torchtuned.cpuset import format_list
 from torchtuned.environment import RANKS
@@ -118,16 +119,34 @@ def test_what_placed_itself_is_shown_and_marked(
     assert fits(job, schema("jobs"))
     assert (job["id"], job["selfplaced"], job["cpus"]) == (f"self-{child.pid}", True, format_list(MINE))
     assert [process["verdict"] for process in job["processes"]] == ["ok"]
-    assert captured.err.startswith("torchtuned: no system bus; only jobs that placed themselves are shown (")
+    assert job["user"] == pwd.getpwuid(os.getuid()).pw_name
+    assert job["command"].startswith(Path(sys.executable).name)
+    assert captured.err.startswith("torchtuned: no system bus; only jobs that placed themselves are shown")
     assert captured.err.count("\n") == 1
     assert main(["jobs"]) == 69
-    told = capsys.readouterr().out
-    assert f"self-{child.pid}" in told
-    assert "it placed itself" in told
+    told = capsys.readouterr()
+    assert f"self-{child.pid}" in told.out
+    assert "placed itself" not in told.out  # of each, when the one line says it of all
+    assert "needs systemd" not in told.err
     assert main(["map", "--json"]) == 0
     assert [job["id"] for job in json.loads(capsys.readouterr().out)["jobs"]] == [f"self-{child.pid}"]
     assert main(["map"]) == 0
     assert f"A job self-{child.pid}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "said"),
+    [
+        ("train.py --epochs 15", 20, "train.py --epochs 15"),
+        ("train.py --epochs 15", 19, "train.py --epochs …"),
+        ("train.py --epochs 15", 18, "train.py …"),
+        ("train.py --epochs 150 x", 22, "train.py --epochs …"),
+        ("a-very-long-program --x", 10, "a-very-lo…"),
+    ],
+)
+def test_no_number_is_cut(text: str, width: int, said: str) -> None:
+    assert shortened(text, width) == said
+    assert len(said) <= width
 
 
 def test_where_nothing_is_known_nothing_is_claimed(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,6 +52,18 @@ def test_what_the_daemon_may_not_see_is_in_the_report(
     assert f"/proc/{job['pid']}/fd: 59 descriptors, the soft limit is 64" in told
 
 
+def test_a_job_that_has_just_ended_does_not_run(job: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """How it ended is explained a second later."""
+    ended = {**job, "state": "ended", "ended": 2_000_000, "command": ["python3", "train.py", "--epochs", "15"]}
+    cli_report._print_list([ended, job], more=0)
+    first, second = capsys.readouterr().out.splitlines()[2:4]
+    assert first.rstrip().endswith("ending")
+    assert second.rstrip().endswith("running")
+    rows = dict(cli_report.page(ended)[1][:1])
+    assert rows["End"] == "It has just ended; ask again in a few seconds how."
+    assert dict(cli_report.page(job)[1][:1])["End"] == "It is running."
+
+
 def test_an_ended_job_is_not_looked_into(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

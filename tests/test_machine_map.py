@@ -100,6 +100,12 @@ def test_cpus_that_are_out_of_bounds_are_marked(tmp_path: Path) -> None:
     assert "    - . . i" in [text(line) for line in draw(barred)]
 
 
+def test_with_nothing_free_the_last_line_is_a_job(tmp_path: Path) -> None:
+    found = synthetic(tmp_path, packages=1, nodes=1, cores=4, smt=1)
+    lines = [text(line) for line in draw(found, [Owner(label="job 1", cpus=found.online)])]
+    assert lines[-1] == "A job 1, CPUs 0-3"
+
+
 def test_more_jobs_than_letters(tmp_path: Path) -> None:
     found = synthetic(tmp_path, packages=1, nodes=1, cores=64, smt=1)
     owners = [Owner(label=f"job {cpu}", cpus=frozenset({cpu})) for cpu in range(60)]

@@ -94,6 +94,8 @@ def test_undo_and_apply(bus: PrivateBus, ready: Daemon, tree: Path) -> None:
     status = torchtuned(bus, "status")
     assert "stopped" in status.stdout
     assert "torchtuned apply" in status.stdout
+    assert "; given back by undo since\n" in status.stdout
+    assert "failed" not in status.stdout
     assert status.returncode == 0
     done = torchtuned(bus, "apply", "--json")
     answer = json.loads(done.stdout)

@@ -20,6 +20,7 @@ from torchtuned.engine import Engine
 from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
 from torchtuned.gpus import Gpus
 from torchtuned.placement.documents import topology_document
+from torchtuned.wording import count
 
 DOCUMENTS = "/.torchtuned"
 
@@ -59,14 +60,15 @@ def bug_report(args: argparse.Namespace) -> int:
         raise InvalidRequest("the file is there already", where=f"--output {output}") from None
     try:
         with open(fd, "wb") as file:
-            count = host.write_bundle(file, top=top)
+            written = host.write_bundle(file, top=top)
     except BaseException:  # a full disk, Ctrl-C: a part of it is of no use, and in the way of the next
         os.unlink(output)
         raise
-    print(f"{output}: {count} files. Look through it before you pass it on: tar tzf {output}")
+    print(f"{output}: {count(written, 'file')}. Look through it before you pass it on: tar tzf {output}")
     print(f"It is replayed by: tar xzf {output} && torchtuned check --sysroot {top}")
     if host.unreadable:
-        note(f"{len(host.unreadable)} files are for root only and left out; sudo torchtuned bug-report has them")
+        left_out = count(len(host.unreadable), "file")
+        note(f"for root only and left out: {left_out}; sudo torchtuned bug-report has all")
     return FINE
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtuned.client import printable
+from torchtuned.client import has_systemd, printable
 from torchtuned.errors import DaemonUnreachable
 
 SCHEMA = 1  # of every --json document; raised when a key changes its meaning or goes away
@@ -51,6 +51,22 @@ def note(text: str) -> None:
     print(f"torchtuned: {printable(text)}", file=sys.stderr)
 
 
+def print_unreachable(args: argparse.Namespace, error: DaemonUnreachable) -> None:
+    """The document of a command that got no answer; nothing without --json."""
+    if args.json:
+        print_json({"schema": SCHEMA, "state": "unreachable", "profile": "", "knobs": [], "error": str(error)})
+
+
 def without(error: DaemonUnreachable, instead: str) -> DaemonUnreachable:
-    """The same trouble, in a line that also says what is done without the daemon."""
-    return DaemonUnreachable(f"{error.what}; {instead}", hint=error.hint)
+    """The same trouble, in a line that also says what is done without the daemon. How to start it helps here; that it
+    cannot run here does not."""
+    return DaemonUnreachable(f"{error.what}; {instead}", hint=error.hint if has_systemd() else "")
+
+
+def shortened(text: str, width: int) -> str:
+    """A command line of at most `width` characters, cut between words: half a number would pass for another one."""
+    if len(text) <= width:
+        return text
+    kept = text[: width - 2]  # room for a blank and the sign
+    kept = kept if text[width - 2] == " " else kept.rpartition(" ")[0]
+    return f"{kept.rstrip()} …" if kept.strip() else f"{text[: width - 1]}…"

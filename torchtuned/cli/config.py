@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from torchtuned.cli import render
 from torchtuned.cli.changes_page import page
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json, say
 from torchtuned.cli.machine import host_of, sysroot_option
-from torchtuned.cli.policy import CHANGE_S, local_ledger, look, tuners_of
+from torchtuned.cli.policy import CHANGE_S, in_words, local_ledger, look, tuners_of
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.config import Config, Setting
 from torchtuned.configfiles import Profile, profiles, read_config
@@ -23,6 +24,8 @@ from torchtuned.host import Host
 from torchtuned.policy import Entry, Wish
 from torchtuned.tunables.owners import Owners
 from torchtuned.wording import named, nearest
+
+OURS = re.compile("set by torchtuned|torchtuned (had )?set ")  # in the reason of a row
 
 # profile
 
@@ -225,6 +228,7 @@ class _Answer:
 def why(args: argparse.Namespace) -> int:
     host = host_of(args)
     _, _, knobs = look(args, "Verify")
+    knobs = knobs if args.json else in_words(knobs)
     chosen = [row for row in knobs if means(args.knob, row["knob"])]
     if not chosen:
         raise NoSuchKnob(f"the policy wants no knob {named(args.knob)}", hint=_way_out(args.knob, knobs))
@@ -308,6 +312,8 @@ def _facts(answer: _Answer, *, secret: bool) -> Iterator[tuple[str, str]]:
         yield "before", f"{entry.original}; changed {when:%Y-%m-%d %H:%M:%S}"
     elif secret:
         yield "before", "ask as root; the ledger is for root only"
+    elif OURS.search(row["reason"]):  # so the daemon says, which then was started with another --run-dir
+        yield "before", "as the outcome says; the daemon's ledger is not in /run/torchtuned"
     else:
         yield "before", "torchtuned has not changed it"
     yield "others", answer.owner or "nobody else is known to set it"

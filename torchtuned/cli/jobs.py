@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from torchtuned import discover, processes
 from torchtuned.cli import machine_map, render
-from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, without
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, shortened, without
 from torchtuned.cli.machine import host_of, watched
 from torchtuned.client import Client, printable
 from torchtuned.cpuset import CpuSet, format_list, parse_list
@@ -26,7 +26,7 @@ from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.jobs import job_properties
 from torchtuned.placement.documents import gpu_properties, topology_document
-from torchtuned.selfplaced import Tables
+from torchtuned.selfplaced import NOTE, Tables
 from torchtuned.topology import GpuFacts
 from torchtuned.wording import size
 
@@ -78,7 +78,7 @@ def jobs(args: argparse.Namespace) -> int:
             job["processes"] = listed
             strays = strays or any(process["verdict"] != "ok" for process in listed)
     if args.json:
-        print_json(found)
+        print_json(_named(found))
     elif found:
         (_print_threads if args.threads else _print_jobs)(found)
     elif not unreachable:
@@ -96,6 +96,11 @@ def self_placed(host: Host) -> list[Properties]:
         | {"id": f"self-{job.process.pid}"}
         for job in Tables(host).seen_by(os.getuid(), machine)
     ]
+
+
+def _named(found: Sequence[Properties]) -> list[Properties]:
+    """The jobs as documents, with what a person is shown as well: whose, and what runs."""
+    return [{**job, "user": user_name(job.get("uid")), "command": command_of(job.get("pid"))} for job in found]
 
 
 def _print_jobs(found: Sequence[Properties]) -> None:
@@ -118,6 +123,7 @@ def _print_jobs(found: Sequence[Properties]) -> None:
         (f"job {job.get('id')}", text)
         for job in found
         for text in (*texts(job.get("warnings")), *texts(job.get("findings")))
+        if not (job.get("selfplaced") and text == NOTE)  # the last line says it of all of them
     ]
     if told:
         render.facts("", told)
@@ -315,11 +321,11 @@ def draw_map(args: argparse.Namespace) -> int:
     names = {str(gpu["address"]): GpuFacts(name=str(gpu.get("name") or "")) for gpu in of_kind(objects, GPU)}
     topology = discover.topology(host, gpus=names, watch=watched(host))
     if args.json:
-        print_json(topology_document(topology) | {"jobs": found})
+        print_json(topology_document(topology) | {"jobs": _named(found)})
         return FINE
     owners = [
         machine_map.Owner(
-            label=f"job {job.get('id')}, {user_name(job.get('uid'))}: {command_of(job.get('pid'))[:40]}",
+            label=f"job {job.get('id')}, {user_name(job.get('uid'))}: {command_of(job.get('pid'), 40)}",
             cpus=parse_list(str(job.get("cpus", ""))),
             gpus=texts(job.get("gpus")),
         )
@@ -347,12 +353,11 @@ def since(microseconds: object) -> str:
     return f"{when:%H:%M:%S}" if when.date() == today else f"{when:%Y-%m-%d %H:%M}"
 
 
-def command_of(pid: object) -> str:
-    """The command line of a process, as a person would have typed it, cut at 60 characters; its PID when it is gone."""
+def command_of(pid: object, width: int = 60) -> str:
+    """The command line of a process, as a person would have typed it, shortened; its PID when it is gone."""
     words = Host().text(f"/proc/{whole(pid)}/cmdline", f"process {pid}").split("\0")
     words[0] = os.path.basename(words[0])
-    text = printable(" ".join(words).replace("\n", "?"))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(printable(" ".join(words).replace("\n", "?")), width)
 
 
 def texts(value: object) -> tuple[str, ...]:

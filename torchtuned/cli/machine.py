@@ -126,6 +126,8 @@ def place(args: argparse.Namespace) -> int:
     if args.json:
         print_json(answer(grant))
         return FINE
+    if args.in_force is None:
+        print("On an idle machine; torchtuned-run --explain COMMAND says where it would go now.")
     print_grant(grant)
     return FINE
 

@@ -182,7 +182,7 @@ def _legend(cells: dict[int, Segment], owners: Sequence[Owner], width: int) -> l
         MANY: f"job number {len(LETTERS) + 1} and later",
     }
     signs = "   ".join(f"{sign} {meaning}" for sign, meaning in meanings.items() if sign in seen)
-    return [*lines, *(((line, ""),) for line in _fold(signs, width, ""))]
+    return [*lines, *(((line, ""),) for line in _fold(signs, width, "") if line)]
 
 
 def _summary(topology: Topology) -> str:

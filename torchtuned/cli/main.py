@@ -157,7 +157,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         name="place",
-        summary="where a job would go; starts nothing",
+        summary="where a job would go on an idle machine; starts nothing",
         run=cli_machine.place,
         options=cli_machine.place_options,
         examples=("torchtuned place --gpus 2", "torchtuned place --gpus none --ranks 4 --policy node"),
@@ -284,8 +284,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _or_rather(word: str, known: Sequence[str]) -> str:
-    near = nearest(word, known)
-    return f", did you mean {near}?" if near else ""
+    bare = {name.lstrip("-"): name for name in known}  # dashes make all options alike
+    near = nearest(word.lstrip("-"), bare)
+    return f", did you mean {bare[near]}?" if near else ""
 
 
 def _never_fail_to_encode(stream: TextIO | None) -> None:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 from torchtuned import __version__
 from torchtuned.cli import render
-from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, say, without
+from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, print_unreachable, say, without
 from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client, has_systemd
 from torchtuned.configfiles import read_config
@@ -30,7 +30,8 @@ from torchtuned.wording import count
 
 CHANGE_S = 120.0  # several knobs may each take their 5 s before they are given up, and polkit may ask a person
 LOOK_S = 10.0
-TO_DO = "not yet applied"
+TO_DO, NOT_HERE = "not yet applied", "not applied here"
+NOTHING_TO_UNDO = "Nothing to give back."
 AMISS = ("drifted", "denied", "failed")  # outcomes that want a look; the others are as they should be
 SERVICES = ("/sys/fs/cgroup/system.slice", "/sys/fs/cgroup/systemd/system.slice")  # cgroup v2, v1
 INVOCATIONS = "/run/systemd/units/invocation"  # a link for each unit that is not inactive
@@ -53,7 +54,7 @@ def status(args: argparse.Namespace) -> int:
             except TorchtunedError as error:  # the ledger cannot be read, or a knob hangs: the rest is known
                 fault = str(error)
     except DaemonUnreachable as error:
-        _unreachable(args, error)
+        print_unreachable(args, error)
         raise
     stopped = properties.get("State") == "stopped"  # given back on purpose, so nothing has drifted
     amiss = [row for row in knobs if row["outcome"] in AMISS and not stopped]
@@ -64,9 +65,10 @@ def status(args: argparse.Namespace) -> int:
         return result
     say(f"torchtuned {properties.get('Version')}: {properties.get('State')}, profile {properties.get('Profile')}")
     print(f"  {count(properties.get('Jobs'), 'job')}, {count(properties.get('Gpus'), 'GPU')}")
-    say(f"  policy {_applied(properties.get('LastApplied'))}; {f'knobs: {fault}' if fault else tally(knobs)}")
+    knobs_are = f"knobs: {fault}" if fault else "given back by undo since" if stopped else tally(knobs)
+    say(f"  policy {_applied(properties.get('LastApplied'))}; {knobs_are}")
     if stopped:
-        print("  everything was given back by undo; sudo torchtuned apply sets it again")
+        print("  sudo torchtuned apply sets it again")
     degraded = properties.get("Degraded")
     for reason in degraded if isinstance(degraded, list) else ():
         say(f"  degraded: {reason}")
@@ -74,12 +76,6 @@ def status(args: argparse.Namespace) -> int:
         print()
         render.plan(amiss)
     return result
-
-
-def _unreachable(args: argparse.Namespace, error: DaemonUnreachable) -> None:
-    """The document of a command that got no answer."""
-    if args.json:
-        print_json({"schema": SCHEMA, "state": "unreachable", "profile": "", "knobs": [], "error": str(error)})
 
 
 def tally(knobs: Sequence[render.Row]) -> str:
@@ -110,14 +106,15 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
 def plan(args: argparse.Namespace) -> int:
     state, profile, knobs = look(args, "Plan")
     if not args.json:  # a program knows that it is a plan, a person may read a row by itself
-        knobs = [{**row, "outcome": TO_DO} if row["outcome"] == "applied" else row for row in knobs]
+        to_do = NOT_HERE if state == "unreachable" else TO_DO
+        knobs = [{**row, "outcome": to_do} if row["outcome"] == "applied" else row for row in knobs]
     _show(args, state, profile, knobs)
     return FINE
 
 
 def verify(args: argparse.Namespace) -> int:
     state, profile, knobs = look(args, "Verify")
-    _show(args, state, profile, knobs)
+    _show(args, state, profile, knobs if args.json else in_words(knobs))
     return FINDINGS if any(row["outcome"] in AMISS for row in knobs) else FINE
 
 
@@ -143,9 +140,19 @@ def look(args: argparse.Namespace, what: str) -> tuple[str, str, list[render.Row
 
 def unapplied(rows: Sequence[Row]) -> list[Row]:
     """Rows of verify as they are to be worded without a daemon: apply would ask it, so apply is no way out."""
-    reason = "nothing applies it now; systemctl start torchtuned does" if has_systemd() else "no daemon here applies it"
-    reason = f"not in force: {reason}"
+    reason = f"{NOT_HERE}: {'systemctl start torchtuned does it' if has_systemd() else 'there is no daemon'}"
     return [replace(row, reason=reason) if row.reason == NOT_IN_FORCE else row for row in rows]
+
+
+def in_words(rows: Sequence[render.Row]) -> list[render.Row]:
+    """The rows as a person reads them: what no daemon is there to apply has not failed, and plan says the same."""
+    start = f"{NOT_HERE}: "
+    return [
+        {**row, "outcome": NOT_HERE, "reason": row["reason"].removeprefix(start)}
+        if row["reason"].startswith(start)
+        else row
+        for row in rows
+    ]
 
 
 def _show(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row]) -> None:
@@ -201,7 +208,7 @@ def apply(args: argparse.Namespace) -> int:
     try:
         return _changed(args, *_have("Apply"))
     except DaemonUnreachable as error:
-        _unreachable(args, error)
+        print_unreachable(args, error)
         raise
 
 
@@ -211,16 +218,19 @@ def undo_options(parser: argparse.ArgumentParser) -> None:
 
 def undo(args: argparse.Namespace) -> int:
     try:
-        return _changed(args, *_have("Undo", "as", args.knobs))
+        return _changed(args, *_have("Undo", "as", args.knobs), nothing=NOTHING_TO_UNDO)
     except DaemonUnreachable as error:
         if os.geteuid() != 0:
             raise NotAuthorized(
                 f"{error.what}; without it only root can give values back", hint="sudo torchtuned undo"
             ) from None
-        note(str(without(error, "given back by the ledger that it left")))
+        lost = error
     host = Host()
-    rows = Engine(host, local_ledger(host)).undo(args.knobs, tuners=tuners_of(host))
-    return _changed(args, "unreachable", "", [row_document(row) for row in rows])
+    ledger = local_ledger(host)
+    left = "given back by the ledger that it left" if ledger.path.exists() else "it has left no ledger"
+    note(str(without(lost, left)))
+    rows = Engine(host, ledger).undo(args.knobs, tuners=tuners_of(host))
+    return _changed(args, "unreachable", "", [row_document(row) for row in rows], nothing=NOTHING_TO_UNDO)
 
 
 def _have(method: str, signature: str = "", *values: object) -> tuple[str, str, list[render.Row]]:
@@ -233,13 +243,15 @@ def _have(method: str, signature: str = "", *values: object) -> tuple[str, str, 
     return str(properties.get("State")), str(properties.get("Profile")), rows
 
 
-def _changed(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row]) -> int:
+def _changed(
+    args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row], *, nothing: str = "Nothing to do."
+) -> int:
     if args.json:
         print_json({"schema": SCHEMA, "state": state, "profile": profile, "knobs": knobs})
     elif knobs:
         render.plan(knobs)
     else:
-        print("Nothing to do.")
+        print(nothing)
     return FINDINGS if any(row["outcome"] in AMISS for row in knobs) else FINE
 
 

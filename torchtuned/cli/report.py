@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtuned.checks import REGISTRY, Running, run_checks
 from torchtuned.cli import render
-from torchtuned.cli.command import FINE, note, print_json
+from torchtuned.cli.command import FINE, note, print_json, print_unreachable, shortened, without
 from torchtuned.cli.jobs import since, user_name
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.cpuset import parse_list
@@ -29,6 +29,7 @@ from torchtuned.wording import count, size
 FOLDER = Path("/var/lib/torchtuned") / reportstore.FOLDER
 LEAST_S = 0.05  # less is shown as 0.0 s
 SHOWN = 20  # of the list
+ENDING = "It has just ended; ask again in a few seconds how."
 WAITS = {"cpu": "for CPU", "memory": "for memory", "io": "for storage"}
 Report = dict[str, Any]
 
@@ -39,6 +40,14 @@ def report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
+    try:
+        return _report(args)
+    except DaemonUnreachable as error:
+        print_unreachable(args, error)
+        raise
+
+
+def _report(args: argparse.Namespace) -> int:
     if args.job is None:
         found = _list()
         if args.json:
@@ -106,7 +115,7 @@ def _look_inside(one: Report) -> None:
 def _files(error: DaemonUnreachable) -> reportstore.Store:
     if os.geteuid() != 0:
         raise error
-    note(f"{error}; these are the reports of before")
+    note(str(without(error, "these are the reports of before")))
     return reportstore.Store(FOLDER)
 
 
@@ -125,7 +134,7 @@ def _print_list(found: Sequence[Report], *, more: int) -> None:
             (
                 name,
                 user_name(one.get("uid")),
-                _command(one)[:60],
+                shortened(_command(one), 60),
                 since(one.get("started")),
                 duration(took) if isinstance(took, int | float) else "?",
                 _short_end(one),
@@ -138,8 +147,8 @@ def _print_list(found: Sequence[Report], *, more: int) -> None:
 
 def _short_end(one: Report) -> str:
     end = one.get("end") or {}
-    if not end:
-        return "running"
+    if not end:  # how it ended is known a second later, when others have written about it
+        return "ending" if one.get("state") == "ended" else "running"
     words = {"oom": "out of memory", "oomd": "killed by systemd-oomd", "down": "machine went down"}
     cause, status = str(end.get("cause")), end.get("status")
     if isinstance(status, int) and cause in ("exited", "killed", "crashed"):
@@ -153,11 +162,12 @@ def _short_end(one: Report) -> str:
 def page(one: Report) -> tuple[str, list[tuple[str, str]]]:
     """What a person is shown of a report: a title, and rows of a word and a text."""
     end = one.get("end") or {}
-    title = f"Job {one['job']}, {user_name(one.get('uid'))}: {_command(one)[:100]}"
-    rows = [("End", str(end.get("sentence") or "It is running."))]
+    title = f"Job {one['job']}, {user_name(one.get('uid'))}: {shortened(_command(one), 100)}"
+    without_end = ENDING if one.get("state") == "ended" else "It is running."
+    rows = [("End", str(end.get("sentence") or without_end))]
     rows += [("", str(text)) for text in end.get("evidence", ())]
     took = one.get("seconds")
-    when = since(one.get("started")) + (f" to {since(one['ended'])}" if one.get("ended") and end else "")
+    when = since(one.get("started")) + (f" to {since(one['ended'])}" if one.get("ended") else "")
     rows.append(("Time", together((when, duration(took) if isinstance(took, int | float) else ""))))
     rows += _granted(one["granted"])
     measured = one.get("measured") or {}

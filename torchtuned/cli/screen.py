@@ -106,7 +106,7 @@ def _second(row: Row, width: int) -> Text:
         facts.append("not held to its CPUs!")
     if row.findings:
         facts.append(f"{count(row.findings, 'finding')}!")
-    facts.append(duration(max(0.0, time.time() - row.since / 1e6)))
+    facts.append("for " + duration(max(0.0, time.time() - row.since / 1e6)))  # it stands below "Near"
     right = "  ".join(facts)
     room = max(8, width - 6 - len(right) - 2)
     text = Text("      " + _fit(row.command, room, right=False) + "  ", style="dim")

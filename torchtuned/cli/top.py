@@ -22,10 +22,11 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from torchtuned.cli import render
-from torchtuned.cli.command import FINE, SCHEMA, print_json
+from torchtuned.cli.command import FINE, SCHEMA, print_json, print_unreachable
 from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.cli.screen import FOOT, HEAD, screen
 from torchtuned.cli.watch import View, Watcher
+from torchtuned.errors import DaemonUnreachable
 
 ONCE_S = 1.0  # between the two readings of --once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGWINCH)
@@ -43,7 +44,11 @@ def top_options(parser: argparse.ArgumentParser) -> None:
 def top(args: argparse.Namespace) -> int:
     watcher = Watcher(host_of(args))
     if args.json or args.once or not _is_screen():
-        watcher.look()
+        try:
+            watcher.look()
+        except DaemonUnreachable as error:
+            print_unreachable(args, error)
+            raise
         time.sleep(min(args.interval, ONCE_S))
         _print(watcher.look(), as_json=args.json)
         return FINE

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torchtuned.cli.command import without
 from torchtuned.cli.jobs import GPU, JOB, Properties, command_of, of_kind, texts, user_name, whole
 from torchtuned.client import Client
 from torchtuned.cpuset import CpuSet, parse_list
@@ -103,7 +104,7 @@ class Watcher:
         except DaemonUnreachable as error:
             if self._listed == float("-inf") and not self._jobs and not self._note:
                 raise
-            self._note = f"{error}; jobs are those of before"
+            self._note = str(without(error, "jobs are those of before"))
         else:
             self._jobs, self._note = of_kind(objects, JOB), ""
             self._near = {str(gpu["address"]): parse_list(str(gpu["cpus"])) for gpu in of_kind(objects, GPU)}
