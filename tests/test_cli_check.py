@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import tarfile
 import threading
@@ -15,11 +16,15 @@ import pytest
 from fakes.schema import fits, schema
 from fakes.sound import CG, SESSION, A, B, build
 
-from torchtuned.checks import REGISTRY, Running, reading
+from torchtuned.checks import REGISTRY, Machine, Running, reading
 from torchtuned.cli import check
 from torchtuned.cli import main as cli
 from torchtuned.cli.check import running
 from torchtuned.findings import Action, Finding, Severity, Unchecked
+from torchtuned.jobs import Job, State
+from torchtuned.placement import Grant, Request
+from torchtuned.processes import Process
+from torchtuned.selfplaced import Tables
 
 FOUND = Finding(
     code="TT048", severity=Severity.WARNING, action=Action.ASK, title="t", evidence="", cost="c", fix="f", source="s"
@@ -62,7 +67,9 @@ def test_words_fit_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
-    assert "2 faults; 1 to consider" in out
+    assert "\n2 warnings, 1 notice; " in out
+    assert "[for you to decide]" in out
+    assert not re.search(r"ASK|AUTO", out)
 
 
 def test_names_of_others_are_neither_commands_of_the_terminal_nor_of_the_shell(
@@ -89,6 +96,56 @@ def test_every_code_can_be_explained(code: str, tmp_path: Path, capsys: pytest.C
     assert fits(document, schema("check"))
     assert document["code"] == code
     assert len(document["explanation"]) > 60
+
+
+def test_explain_alone_lists_all_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--explain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("TT")] == sorted(REGISTRY)
+    assert any(line.split() == ["TT079", *REGISTRY["TT079"].title.split()] for line in lines)
+    assert cli.main(["check", "--explain", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert fits(document, schema("check"))
+    assert {one["code"]: one["title"] for one in document["checks"]} == {
+        code: check.title for code, check in REGISTRY.items()
+    }
+
+
+def test_without_a_daemon_jobs_that_placed_themselves_are_looked_into(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One's own; of those of others only that their CPUs are theirs."""
+    tables = {0: [(4000, 1001)], 1000: [(5000, 1000)]}
+
+    def seen_by(_: Tables, uid: int, __: object) -> list[Job]:
+        return [
+            Job(
+                id="",
+                process=Process(pid=pid, start=1, uid=owner),
+                request=Request(),
+                since=1,
+                state=State.RUNNING,
+                grant=Grant(cpus=frozenset({1}), threads=1),
+            )
+            for pid, owner in tables.get(uid, ())
+        ]
+
+    seen: list[Machine] = []
+
+    def look(machine: Machine, _: object) -> tuple[list[Finding], list[Unchecked]]:
+        seen.append(machine)
+        because = "torchtunedd does not answer"
+        return [], [Unchecked(code=code, because=because) for code, one in REGISTRY.items() if one.jobs]
+
+    monkeypatch.setattr(Tables, "seen_by", seen_by)
+    monkeypatch.setattr(check.checks, "look", look)
+    monkeypatch.setattr(check.os, "getuid", lambda: 1000)
+    assert cli.main(["check"]) == 0
+    [machine] = seen
+    assert [(job.id, job.pid, job.cpus) for job in machine.jobs] == [("self-5000", 5000, {1})]
+    assert [job.id for job in machine.all_jobs] == ["self-5000", "self-4000"]
+    assert not machine.jobs_known
+    assert re.search(r"^  \d+ checks of running jobs  because torchtunedd", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_explain_tells_what_is_so_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +195,7 @@ def test_eight_gpus_with_one_fault_are_one_line(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert out.count("TT001 error") == 1
     assert out.count("  seen") == 2
-    assert "2 faults" in out
+    assert "\n2 errors.\n" in out
 
 
 def test_facts_of_a_data_set_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

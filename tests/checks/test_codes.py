@@ -15,7 +15,7 @@ from fakes.nvml import GIB
 from fakes.sound import CG, CPU, JOB, LIMITS, MOUNTS, SCOPE, SESSION, A, build, interrupts, process
 
 from torchtuned import checks
-from torchtuned.checks import REGISTRY, Running, run_checks
+from torchtuned.checks import REGISTRY, Machine, Running, run_checks
 from torchtuned.checks.memory import loader_need
 from torchtuned.findings import Finding, Severity, Unchecked
 from torchtuned.gpus import Gpus
@@ -796,7 +796,7 @@ CASES = (
 )
 ELSEWHERE = {
     "TT064": "test_pci.py",
-    "TT078": "test_contention.py",
+    **dict.fromkeys(("TT078", "TT079"), "test_contention.py"),
     **dict.fromkeys(("TT074", "TT075", "TT076"), "test_wheel.py"),
 }
 
@@ -929,7 +929,17 @@ def test_jobs_that_nobody_knows_are_unchecked(tmp_path: Path) -> None:
     host = Host(build(tmp_path, {}).root)
     _, unchecked = run_checks(host, Gpus(host), ["TT018", "TT031", "TT032"], jobs=None)
     assert {item.code for item in unchecked} == {"TT018", "TT031"}
-    assert all("torchtunedd does not answer" in item.because for item in unchecked)
+    assert {item.because for item in unchecked} == {"torchtunedd does not answer, so its jobs are not known"}
+
+
+def test_jobs_that_placed_themselves_are_looked_into_alone(tmp_path: Path) -> None:
+    host = Host(build(tmp_path, {f"proc/4001/fd/{i}": "-> socket:[1]" for i in range(900)}).root)
+    machine = Machine(host, Gpus(host), jobs=(replace(JOB, id="self-4000", scope=""),), some_jobs=True)
+    found, unchecked = checks.look(machine, ["TT018"])
+    assert [finding.job for finding in found] == ["self-4000"]
+    assert [item.because for item in unchecked] == [
+        "torchtunedd does not answer, so no jobs are known but those that placed themselves"
+    ]
 
 
 def test_a_job_that_ended_is_no_fault(tmp_path: Path) -> None:

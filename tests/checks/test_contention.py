@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes.sound import CG, JOB, MOUNTS, SCOPE, SESSION, STATUS, build, process
 
-from torchtuned.checks import Running, run_checks
+from torchtuned.checks import Machine, Running
 from torchtuned.checks.activity import activity
+from torchtuned.checks.registry import run_all
 from torchtuned.findings import Finding
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
@@ -35,8 +38,8 @@ class Moving(Host):
         return super().read_bytes(path)
 
 
-def stat(name: str, *, used: int, cpu: int, state: str, parent: int) -> str:
-    return f"1 ({name}) {state} {parent} {'0 ' * 9}{used} 0 {'0 ' * 23}{cpu} 0\n"
+def stat(name: str, *, used: int, cpu: int, state: str, parent: int, nice: int = 0, policy: int = 0) -> str:
+    return f"1 ({name}) {state} {parent} {'0 ' * 9}{used} 0 0 0 0 {nice} {'0 ' * 19}{cpu} 0 {policy}\n"
 
 
 def computes(
@@ -48,13 +51,17 @@ def computes(
     place: str = BOB,
     parent: int = 1,
     name: str = "cc1",
+    allowed: str = "0-15",
+    nice: int = 0,
+    policy: int = 0,
 ) -> dict[int, dict[str, str]]:
     """A process at each look, with a thread on each of these CPUs."""
     found = {}
     for later in LOOKS:
-        files = process(pid, name=name, place=place, cpus="0-15")
-        files[f"proc/{pid}/status"] = STATUS.format("0-15").replace("1000", str(uid))
-        files[f"proc/{pid}/stat"] = stat(name, used=500 + later * ticks, cpu=cpus[0], state="R", parent=parent)
+        files = process(pid, name=name, place=place)
+        files[f"proc/{pid}/status"] = STATUS.format(allowed).replace("1000", str(uid))
+        used, how = 500 + later * ticks, {"nice": nice, "policy": policy}
+        files[f"proc/{pid}/stat"] = stat(name, used=used, cpu=cpus[0], state="R", parent=parent, **how)
         for i, cpu in enumerate(cpus):
             thread = stat(name, used=0, cpu=cpu, state="R", parent=parent)
             files[f"proc/{pid}/task/{int(pid) + i}/stat"] = thread
@@ -81,8 +88,9 @@ def look(
     *programs: Mapping[int, Mapping[str, str]],
     files: Files = {},  # noqa: B006  never changed
     idle: int = 10,
+    code: str = "TT078",
     jobs: tuple[Running, ...] = (JOB,),
-    caller: bool = True,
+    **options: Any,
 ) -> tuple[list[Finding], list[str]]:
     roots = []
     for later in LOOKS:
@@ -90,10 +98,12 @@ def look(
         tree: dict[str, str | bytes | None] = {"proc/stat": times(idle=idle)[later], **files}
         for program in programs:
             tree |= program[later]
-        passwd = "ann:x:1000:1000::/home/ann:/bin/bash\nbob:x:1001:1001::/home/bob:/bin/bash\n"
+        passwd = (
+            "root:x:0:0::/root:/bin/bash\nann:x:1000:1000::/home/ann:/bin/bash\nbob:x:1001:1001::/home/bob:/bin/bash\n"
+        )
         roots.append(build(folder / str(later), {"etc/passwd": passwd, **tree}).root)
     host = Moving(roots)
-    findings, unchecked = run_checks(host, Gpus(host), ["TT078"], jobs=jobs, caller=caller)
+    findings, unchecked = run_all(Machine(host, Gpus(host), jobs=jobs, **options), [code])
     return findings, [item.because for item in unchecked]
 
 
@@ -106,7 +116,7 @@ def test_tt078_a_compiler_on_a_jobs_cpus(tmp_path: Path) -> None:
     )
     assert unchecked == []
     assert (finding.code, finding.job) == ("TT078", "7")
-    assert "take 2.5 of CPUs 0-7, most of it 4200 (cc1) of bob;" in finding.evidence
+    assert "take 2.5 of 8 CPUs (0-7): 4200 (cc1) of bob, 4300 (make) of bob;" in finding.evidence
     assert finding.evidence.endswith(f"/{CG}/{SCOPE}/cpu.pressure: some avg10=37.00")
     assert finding.cost == "in 37.00 % of the last 10 s some task of it waited for a CPU"
     assert finding.fix == (
@@ -137,7 +147,7 @@ def test_a_process_that_has_just_begun_counts(tmp_path: Path) -> None:
     steady = computes("4300", ticks=TICKS, cpus=(3,))
     new[1] = {}
     [finding], _ = look(tmp_path, new, steady, files=pressure(37))
-    assert "take 3.0 of CPUs 0-7" in finding.evidence
+    assert "take 3.0 of 8 CPUs (0-7)" in finding.evidence
 
 
 def test_what_is_over_in_a_moment_is_not_told(tmp_path: Path) -> None:
@@ -184,7 +194,7 @@ def test_what_runs_without_torchtuned(tmp_path: Path, mine: int, waited: float, 
     findings, _ = look(tmp_path, training, theirs, files=files, jobs=())
     assert [finding.title for finding in findings] == ["others take the CPUs that you compute on"] * told
     for finding in findings:
-        assert f"take {4 if environ else 12}.0 of CPUs 0-15, most of it" in finding.evidence
+        assert f"take {4 if environ else 12}.0 of 16 CPUs (0-15): 4" in finding.evidence
         assert finding.fix == "start yours and theirs with torchtuned-run, so that each has CPUs of its own"
 
 
@@ -193,9 +203,155 @@ def test_two_of_ones_own_are_no_strangers(tmp_path: Path) -> None:
     assert look(tmp_path, *both, files=pressure(50, SESSION), jobs=()) == ([], [])
 
 
-def test_others_that_are_hidden_are_unchecked(tmp_path: Path) -> None:
-    hidden = {"proc/self/mountinfo": MOUNTS.replace("proc proc rw", "proc proc rw,hidepid=invisible")}
-    assert look(tmp_path, files=hidden) == ([], ["/proc hides the processes of others here (hidepid): sudo"])
+PLACED = replace(JOB, id="self-4000", cpus=frozenset({1}), scope="")
+ALICE = replace(PLACED, id="self-5000", pid=5000, cpus=frozenset({0, *range(2, 16)}))
+
+
+@pytest.mark.parametrize(
+    ("options", "aside"),
+    [
+        ({}, "; or: sudo systemctl set-property --runtime session-9.scope AllowedCPUs=0,2-15"),
+        ({"jobs": (PLACED, ALICE)}, ""),  # onto one's other job
+        ({"others": (ALICE,)}, ""),  # onto that of somebody else
+        ({"some_jobs": True}, "; or: sudo systemctl set-property --runtime session-9.scope AllowedCPUs=0,2-7"),
+        ({"files": {f"{CG}/cgroup.controllers": None}}, "; or: sudo taskset -acp 0,2-15 4200"),
+        ({"others": (replace(ALICE, pid=4200, cpus=frozenset({0})),)}, None),
+        ({"others": (replace(ALICE, pid=4500, cpus=frozenset({0})),)}, "; or: sudo taskset -acp 2-15 4200"),
+    ],
+)
+def test_nobody_is_moved_onto_a_job(tmp_path: Path, options: dict[str, Any], aside: str | None) -> None:
+    """Not onto one that only its scope tells of either, and no job is moved with the unit that it shares."""
+    loop = computes("4200", ticks=TICKS, cpus=(1,))
+    scope = computes("4400", ticks=0, cpus=(9,), place="user.slice/torchtuned-job-8.scope", allowed="8-15")
+    shell = computes("4500", ticks=0, cpus=(0,))
+    session = process("4000", place=SESSION) | process("4001", place=SESSION, parent=4000)
+    files = {**session, **pressure(50, SESSION), **options.get("files", {})}
+    found, _ = look(tmp_path, loop, scope, shell, **{"jobs": (PLACED,), **options, "files": files})
+    fix = "start what they run with torchtuned-run, so that each has CPUs of its own"
+    assert [finding.fix for finding in found] == ([] if aside is None else [fix + aside])
+
+
+def test_nobody_is_moved_onto_what_else_one_runs(tmp_path: Path) -> None:
+    mine = [
+        computes(pid, ticks=TICKS, cpus=(cpu,), uid=1000, place=SESSION, allowed=str(cpu))
+        for pid, cpu in (("4100", 0), ("4101", 1))
+    ]
+    loop = computes("4200", ticks=TICKS, cpus=(0,), allowed="0-1")
+    [finding], _ = look(tmp_path, *mine, loop, files=pressure(50, SESSION), jobs=())
+    assert "take 1.0 of CPU 0: 4200 (cc1) of bob" in finding.evidence
+    assert finding.fix.endswith("; or: sudo systemctl set-property --runtime session-9.scope AllowedCPUs=2-15")
+
+
+def test_a_job_that_placed_itself_is_no_stranger(tmp_path: Path) -> None:
+    """Neither are the processes of it that have outlived their parents."""
+    jobs = (PLACED, replace(PLACED, id="self-4600", pid=4600))
+    own = {"uid": 1000, "place": SESSION, "cpus": (1,), "ticks": TICKS}
+    leader = computes("4600", **own, allowed="1")
+    left = computes("4700", **own, allowed="1")
+    assert look(tmp_path / "a", leader, left, files=pressure(50), jobs=jobs) == ([], [])
+    assert look(tmp_path / "b", leader, left, files=pressure(50), jobs=jobs[:1], others=jobs[1:]) == ([], [])
+    loop = computes("4700", **own)  # it may run elsewhere
+    found, _ = look(tmp_path / "c", leader, loop, files=pressure(50), jobs=jobs)
+    assert {"4700 (cc1) of ann" in finding.evidence for finding in found} == {True}
+    assert not any("4600" in finding.evidence for finding in found)
+
+
+def test_three_are_named_and_moved(tmp_path: Path) -> None:
+    loops = [computes(f"{4200 + i}", ticks=4 + i, cpus=(1,), place="", name=f"loop{i}") for i in range(5)]
+    [finding], _ = look(tmp_path, *loops, files=pressure(50), jobs=(PLACED,))
+    named = "4204 (loop4) of bob, 4203 (loop3) of bob, 4202 (loop2) of bob and 2 more;"
+    assert f"take 1.5 of CPU 1: {named}" in finding.evidence
+    moved = [f"sudo taskset -acp 0,2-15 {pid}" for pid in (4204, 4203, 4202)]
+    assert finding.fix.endswith(f"; or: {'; '.join(moved)}")
+
+
+@pytest.mark.parametrize("name", ["a\nTT001 error", "a\u202eb", "a\x1b[2J"])
+def test_the_name_of_a_process_is_one_line_of_plain_text(tmp_path: Path, name: str) -> None:
+    [finding], _ = look(tmp_path, computes("4200", ticks=TICKS, cpus=(1,), name=name), files=pressure(50))
+    assert finding.evidence.isprintable()
+    assert "4200 (a?" in finding.evidence
+
+
+# the machine as a whole
+
+
+def test_tt079_others_keep_the_machine_busy(tmp_path: Path) -> None:
+    qemu = computes("4200", ticks=8 * TICKS, cpus=(1, 2), uid=0, place="", name="qemu-system-x86")
+    loop = computes("4300", ticks=TICKS, cpus=(3,))
+    [finding], unchecked = look(tmp_path, qemu, loop, code="TT079", jobs=())
+    assert unchecked == []
+    assert (finding.severity, finding.action, finding.job) == ("notice", "TELL", "")
+    assert finding.evidence == (
+        "programs of others take 9.0 of 16 CPUs (0-15): 4200 (qemu-system-x86) of root, 4300 (cc1) of bob"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "options"),
+    [
+        ({"uid": 1000}, {}),  # the caller's own
+        ({"parent": 4000}, {}),  # what the caller has started
+        ({"ticks": 7 * TICKS}, {}),  # less than half
+        ({"nice": 19}, {}),
+        ({"policy": 5}, {}),  # SCHED_IDLE
+        ({"place": "user.slice/torchtuned-job-8.scope"}, {}),
+        ({}, {"others": (replace(JOB, pid=4200, uid=1001, scope=""),)}),
+        ({}, {"jobs": (JOB,)}),  # what that has to suffer, TT078 tells
+        ({}, {"caller": False}),
+    ],
+)
+def test_a_machine_that_is_not_busy_with_others(tmp_path: Path, other: dict[str, Any], options: dict[str, Any]) -> None:
+    program = computes("4200", **{"ticks": 16 * TICKS, "cpus": (1, 2), "nice": 18, **other})
+    assert look(tmp_path, program, code="TT079", **{"jobs": (), **options}) == ([], [])
+
+
+def test_one_is_not_told_of_others_while_one_computes_oneself(tmp_path: Path) -> None:
+    mine = computes("4100", ticks=TICKS, cpus=(0,), uid=1000, place=SESSION)
+    theirs = computes("4200", ticks=15 * TICKS, cpus=tuple(range(1, 16)))
+    assert look(tmp_path, mine, theirs, code="TT079", jobs=()) == ([], [])
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_machine_that_is_busy_for_a_moment(tmp_path: Path, later: int) -> None:
+    program = computes("4200", ticks=16 * TICKS, cpus=(1, 2))
+    program[later] = program[later - 1]
+    assert look(tmp_path, program, code="TT079", jobs=()) == ([], [])
+
+
+def test_only_the_callers_own_cpus_count(tmp_path: Path) -> None:
+    """Those of a container, for one."""
+    self = {"proc/self/status": STATUS.format("0-1")}
+    far = computes("4200", ticks=16 * TICKS, cpus=(8, 9))
+    assert look(tmp_path / "far", far, files=self, code="TT079", jobs=()) == ([], [])
+    near = computes("4200", ticks=TICKS, cpus=(1,))
+    [finding], _ = look(tmp_path / "near", near, files=self, code="TT079", jobs=())
+    assert "take 1.0 of 2 CPUs (0-1): 4200" in finding.evidence
+
+
+# what is hidden
+
+
+@pytest.mark.parametrize("code", ["TT078", "TT079"])
+@pytest.mark.parametrize(
+    ("how", "groups", "hidden"),
+    [
+        ("hidepid=invisible", "1000", True),
+        ("hidepid=2,gid=1005", "1000 1006", True),
+        ("hidepid=2,gid=1005", "1000 1005", False),
+        ("hidepid=noaccess", "0 1000", False),
+        ("hidepid=ptraceable,gid=1005", "1005", True),
+        ("hidepid=off", "1000", False),
+    ],
+)
+def test_others_that_are_hidden_are_unchecked(
+    tmp_path: Path, code: str, how: str, groups: str, *, hidden: bool
+) -> None:
+    files = {
+        "proc/self/mountinfo": MOUNTS.replace("proc proc rw", f"proc proc rw,{how}"),
+        "proc/self/status": STATUS.format("0-15") + f"Gid:\t1000\t1000\t1000\t1000\nGroups:\t{groups} \n",
+    }
+    told = ["/proc hides the processes of others here (hidepid): sudo"]
+    assert look(tmp_path, files=files, code=code, jobs=(JOB,) if code == "TT078" else ()) == ([], told * hidden)
 
 
 def test_this_process_computes() -> None:

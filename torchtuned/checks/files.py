@@ -112,7 +112,7 @@ def user_name(machine: Machine, uid: int) -> str:
     return str(uid)
 
 
-def affinity(machine: Machine, pid: int) -> CpuSet:
+def affinity(machine: Machine, pid: int | str) -> CpuSet:
     """The CPUs that a process may run on, none when it has ended."""
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)", machine.text(f"/proc/{pid}/status"), re.MULTILINE)
     return parse_list(match[1]) if match else frozenset()
@@ -132,8 +132,8 @@ def module_option(option: str, file: str, module: str = "nvidia") -> str:
 
 
 def process_name(machine: Machine, pid: int) -> str:
-    """A process for people: its number and name."""
-    name = machine.text(f"/proc/{pid}/comm")
+    """A process for people: its number and name, which any program may give itself, with line feeds and all."""
+    name = "".join(c if c.isprintable() else "?" for c in machine.text(f"/proc/{pid}/comm"))
     return f"{pid} ({name})" if name else str(pid)
 
 

@@ -8,6 +8,7 @@ let rise: a HostError becomes an Unchecked. Its docstring is what `--explain COD
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -65,8 +66,10 @@ class Machine:
     """What checks look at. `ours`: ids of knobs that torchtuned has set itself, which are no leftovers.
 
     `caller`: the process that asks, /proc/self, is a user's own, whose limits and place are worth a look; the daemon's
-    are not. `jobs` are torchtuned's, None where nobody could say. `python` and `data` are paths that a person named.
-    `watch`: further PCI devices that count as GPUs, as (vendor, class).
+    are not. `jobs` are torchtuned's, None where nobody could say; `some_jobs`, that those which placed themselves are
+    all that could be found, and `others` further jobs, of which nothing is told but that their CPUs are theirs.
+    `python` and `data` are paths that a person named. `watch`: further PCI devices that count as GPUs, as (vendor,
+    class).
     """
 
     def __init__(
@@ -77,13 +80,17 @@ class Machine:
         *,
         caller: bool = True,
         jobs: Sequence[Running] | None = (),
+        some_jobs: bool = False,
+        others: Sequence[Running] = (),
         python: str | None = None,
         data: str | None = None,
         watch: Collection[tuple[str, str]] = (),
     ) -> None:
         self.host, self.gpus, self.ours, self.watch = host, gpus, ours, watch
-        self.caller, self.jobs_known, self.python, self.data = caller, jobs is not None, python, data
-        self.jobs = tuple(jobs or ())
+        self.caller, self.python, self.data = caller, python, data
+        self.jobs, self.jobs_known = tuple(jobs or ()), jobs is not None and not some_jobs
+        self.all_jobs = (*self.jobs, *others)
+        self._looks: list[Activity] = []
 
     @cached_property
     def functions(self) -> tuple[Function, ...]:
@@ -106,10 +113,18 @@ class Machine:
         """CPUs, nodes, and GPUs with what the driver knows of them."""
         return discover.topology(self.host, gpus=self.gpus.facts(), watch=self.watch)
 
-    @cached_property
+    @property
     def activity(self) -> Activity:
         """What ran when the checks began to look at processes."""
-        return activity(self.host)
+        return self.look(0, 0.0)
+
+    def look(self, number: int, seconds: float) -> Activity:
+        """What ran at that look, made so many seconds after the one before, or more; all checks share it."""
+        while len(self._looks) <= number:
+            if self._looks and self.host.real:
+                time.sleep(max(0.0, self._looks[-1].at + seconds - time.monotonic()))
+            self._looks.append(activity(self.host))
+        return self._looks[number]
 
     @cached_property
     def data_files(self) -> Files:
@@ -219,7 +234,9 @@ def rule(
         @wraps(look)
         def run(machine: Machine) -> Result:
             if jobs and not machine.jobs_known:
-                yield Unchecked(code=code, because="torchtunedd does not answer, so its jobs are not known")
+                placed = "no jobs are known but those that placed themselves"
+                because = placed if machine.jobs else "its jobs are not known"
+                yield Unchecked(code=code, because=f"torchtunedd does not answer, so {because}")
             for item in look(machine):
                 if isinstance(item, Unseen):
                     yield Unchecked(code=code, because=item.because)

@@ -1,6 +1,7 @@
 """`torchtuned check`: what is wrong here for training, what it costs, and the command that mends it.
 
 It runs as its user, who can see most; the daemon, where it answers, adds what only root sees and tells which jobs run.
+Without it those are looked into that placed themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchtuned import checks
+from torchtuned import checks, discover
 from torchtuned.checks import Running, dataset, reading
 from torchtuned.checks.files import memory
 from torchtuned.checks.registry import Check, Machine
@@ -25,6 +26,7 @@ from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
 from torchtuned.findings import UNCHECKED, Severity
 from torchtuned.gpus import Gpus
 from torchtuned.policy import Outcome
+from torchtuned.selfplaced import Tables
 from torchtuned.wording import count, size
 
 if TYPE_CHECKING:
@@ -46,7 +48,13 @@ CLASSES = {
 
 
 def check_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--explain", metavar="CODE", help="what one check looks at and why, and what it finds here")
+    parser.add_argument(
+        "--explain",
+        metavar="CODE",
+        nargs="?",
+        const=True,
+        help="what one check looks at and why, and what it finds here; without CODE all codes",
+    )
     parser.add_argument(
         "--python", metavar="PATH", help="an interpreter, or its folder, whose torch is to fit the driver"
     )
@@ -55,12 +63,19 @@ def check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> int:
+    if args.explain is True:
+        return _list(as_json=args.json)
     host = host_of(args)
     args.python, args.data = _found(host, "--python", args.python), _found(host, "--data", args.data)
     one = checks.find(args.explain) if args.explain else None
     jobs, ours, theirs = _ask_daemon() if host.real else ([], frozenset[str](), list[Document]())
     options = {"python": args.python, "data": args.data}
-    machine = Machine(host, Gpus(host), ours, jobs=jobs, watch=watched(host), **options)
+    alone, others = jobs is None, list[Running]()
+    if jobs is None:
+        found_jobs = _self_placed(host)
+        jobs = [job for job in found_jobs if os.getuid() in (0, job.uid)]
+        others = [job for job in found_jobs if job not in jobs]
+    machine = Machine(host, Gpus(host), ours, jobs=jobs, some_jobs=alone, others=others, watch=watched(host), **options)
     found, unchecked = _run(machine, theirs, one.code if one else None)
     if one:
         return _explain(one, found, unchecked, as_json=args.json)
@@ -106,7 +121,7 @@ def _rank(document: Document) -> int:
 
 
 def _ask_daemon() -> tuple[list[Running] | None, frozenset[str], list[Document]]:
-    """Its running jobs, the knobs that it set, and what it finds itself. Without a daemon nobody knows of jobs, and
+    """Its running jobs, the knobs that it set, and what it finds itself. Without a daemon nobody knows of all jobs, and
     each check that needs them says so."""
     try:
         with Client(timeout_s=LOOK_S) as daemon:
@@ -122,6 +137,23 @@ def _ask_daemon() -> tuple[list[Running] | None, frozenset[str], list[Document]]
         if item.get("severity") != UNCHECKED  # what neither could look at is told in this command's own words
     ]
     return jobs, ours, documents
+
+
+def _self_placed(host: Host) -> list[Running]:
+    """The jobs that placed themselves: everybody's, whose CPUs are theirs, and of the caller also those that others do
+    not find."""
+    tables, machine = Tables(host), discover.topology(host, watch=watched(host))
+    found = {job.process: job for uid in (0, os.getuid()) for job in tables.seen_by(uid, machine)}
+    return [
+        Running(
+            id=f"self-{process.pid}",
+            pid=process.pid,
+            uid=process.uid,
+            cpus=job.grant.cpus if job.grant else frozenset(),
+            gpus=job.grant.gpus if job.grant else (),
+        )
+        for process, job in found.items()
+    ]
 
 
 def running(objects: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[Running]:
@@ -151,7 +183,7 @@ def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
         about = f", job {document['job']}" if document.get("job") else ""
         head = render.text(f"{document['code']} {document['severity']}", STYLES.get(document["severity"], "bold"))
         out.print(head.append(render.text(f"  {document['title']}{about}", "bold default")))
-        fix = f"{document['fix']}  [{document['class']}: {CLASSES.get(document['class'], 'torchtuned')}]"
+        fix = f"{document['fix']}  [{CLASSES.get(document['class'], document['class'])}]"
         fix = render.fold_commands(fix, max(20, out.width - MARGIN))
         rows = [*(("seen", one["evidence"]) for one in alike), ("costs", document.get("cost", "")), ("mend", fix)]
         render.facts("", [(word, text) for word, text in rows if text])
@@ -161,11 +193,8 @@ def _print(found: Sequence[Document], unchecked: Sequence[Document]) -> None:
     if reasons:
         out.print(render.text("could not be checked", "bold"))
         render.facts("", [(_codes(codes), f"because {reason}") for reason, codes in reasons.items()])
-    faults = sum(document["severity"] in ("error", "warning") for document in found)
-    tuning = len(found) - faults
-    parts = (
-        [count(faults, "fault"), f"{tuning} to consider"] if found else ["nothing is wrong"]
-    )
+    parts = [count(number, word) for word in ORDER if (number := sum(one["severity"] == word for one in found))]
+    parts = [", ".join(parts) or "nothing is wrong"]
     if unchecked:
         parts.append(f"{len({document['code'] for document in unchecked})} checks could not look everywhere")
     print("; ".join(parts) + ".")
@@ -183,8 +212,23 @@ def _alike(found: Sequence[Document]) -> list[list[Document]]:
 
 
 def _codes(codes: Sequence[str]) -> str:
+    """Some checks for people: by their codes, or of many what they have in common."""
     unique = list(dict.fromkeys(codes))
-    return ", ".join(unique[:2]) + (f" and {len(unique) - 2} more" if len(unique) > 2 else "")
+    if len(unique) <= 2:
+        return ", ".join(unique)
+    if all(code in checks.REGISTRY and checks.REGISTRY[code].jobs for code in unique):
+        return f"{len(unique)} checks of running jobs"
+    return f"{', '.join(unique[:2])} and {len(unique) - 2} more"
+
+
+def _list(*, as_json: bool) -> int:
+    """All checks there are."""
+    known = [(code, checks.REGISTRY[code].title) for code in sorted(checks.REGISTRY)]
+    if as_json:
+        print_json({"schema": SCHEMA, "checks": [{"code": code, "title": title} for code, title in known]})
+    else:
+        render.table(("Code", "Looks for"), known, styles=("bold",))
+    return FINE
 
 
 def _explain(one: Check, found: Sequence[Document], unchecked: Sequence[Document], *, as_json: bool) -> int:
