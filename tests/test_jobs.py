@@ -100,6 +100,27 @@ def test_a_change_that_cannot_be_recorded_does_not_happen(tmp_path: Path) -> Non
     assert [one.id for one in again] == ["3"]
 
 
+def test_jobs_dropped_together_cost_one_write(tmp_path: Path) -> None:
+    jobs, later = Jobs(tmp_path / "jobs.json"), []
+    for number in (1, 2, 3):
+        jobs.put(job(number))
+    before = jobs.path.stat().st_ino
+    jobs.drop("1", soon=later.append)
+    jobs.drop("2", soon=later.append)
+    assert (len(jobs), len(later), jobs.path.stat().st_ino) == (1, 1, before)
+    later.pop()()
+    again = Jobs(jobs.path)
+    again.load()
+    assert [one.id for one in again] == ["3"]
+    jobs.drop("3", soon=later.append)
+    jobs.put(job(4))  # writes for both
+    before = jobs.path.stat().st_ino
+    later.pop()()
+    assert jobs.path.stat().st_ino == before
+    jobs.drop("4")
+    assert json.loads(jobs.path.read_text())["jobs"] == []
+
+
 @pytest.mark.parametrize(
     "change",
     [{"pid": 99999999999999}, {"pid": 0}, {"pid": True}, {"start": -1}, {"start": 1.5}, {"uid": -5}, {"uid": 2**32},

@@ -455,6 +455,33 @@ def test_a_job_that_placed_itself_meanwhile_keeps_its_cpus(bench: Callable[..., 
     play(one, story)
 
 
+def test_jobs_that_end_together_are_written_off_at_once(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user may have a thousand, and each write is of all jobs that there are."""
+    monkeypatch.setattr(manager, "BATCH", 2)
+    one, written = bench(), []
+    folder = one.host.root / f"run/lock/torchtuned-{UID}"
+    folder.mkdir(parents=True, mode=0o711)
+    grant = grant_to_json(Grant(cpus=frozenset({0}), threads=1))
+
+    async def story() -> None:
+        children = [one.process() for _ in range(5)]
+        jobs = [{"pid": child.pid, "start": start_time(child.pid), "grant": grant} for child in children]
+        (folder / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": jobs}))
+        await one.manager.adopt()
+        assert len(one.table) == 5
+        save = one.table._save
+        monkeypatch.setattr(one.table, "_save", lambda: written.append(len(one.table)) or save())
+        for child in children:
+            child.kill()
+            child.wait()
+        await one.settle(lambda: json.loads(one.table.path.read_text())["jobs"] == [])
+        assert written == [0]
+
+    play(one, story)
+
+
 def test_a_changed_machine_serves_the_queue_and_ends_what_never_fits(bench: Callable[..., Bench]) -> None:
     one = bench()
 

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -109,7 +109,8 @@ def job_properties(job: Job) -> dict[str, Any]:
 
 
 class Jobs:
-    """The table. Every change is on disk when the call returns; one that cannot be recorded does not happen."""
+    """The table. Every change is on disk when the call returns, but for a drop that may come later; one that cannot be
+    recorded does not happen."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -118,6 +119,7 @@ class Jobs:
         self._public: dict[str, str] = {}  # of those that have a grant
         self._placed = ""  # what lies there for all to read
         self._next = 1
+        self._behind = False  # the file has jobs that were dropped
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -154,9 +156,24 @@ class Jobs:
             hint = way_out(e, self.path.parent)
             raise Failed(f"the job cannot be recorded: {e.strerror}", where=str(self.path), hint=hint) from e
 
-    def drop(self, job_id: str) -> None:
-        """Forget a job. Its line may stay in the file when that cannot be written; the process is gone all the same."""
+    def drop(self, job_id: str, *, soon: Callable[[Callable[[], None]], object] | None = None) -> None:
+        """Forget a job. Its line may stay in the file when that cannot be written; the process is gone all the same.
+
+        `soon` (call_soon of a loop) has the file written once for all that are dropped before it calls back: when a
+        thousand jobs end together, the loop would do nothing else for half a second.
+        """
         self._forget(job_id)
+        waits, self._behind = self._behind, True
+        if soon is None:
+            self.flush()
+        elif not waits:
+            soon(self.flush)
+
+    def flush(self) -> None:
+        """Write the file, if jobs were dropped that are in it."""
+        if not self._behind:
+            return
+        self._behind = False
         try:
             self._save()
         except OSError as e:
@@ -200,6 +217,7 @@ class Jobs:
         text = ",\n".join(self._lines.values())
         table = f'{{"schema":{SCHEMA},"next":{self._next},"jobs":[\n{text}\n]}}\n'
         replace_file(self.path, table, mode=0o600, sync=False)
+        self._behind = False
         lines = ",\n".join(self._public.values())
         public = f'{{"schema":{SCHEMA},"jobs":[\n{lines}\n]}}\n'
         if public == self._placed:  # a job changes more often than its place

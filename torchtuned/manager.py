@@ -36,6 +36,7 @@ POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits 
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
 LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
 JOBS_PER_USER = 1024
+BATCH = 64  # jobs adopted in one go
 
 log = logging.getLogger(__name__)
 
@@ -237,9 +238,11 @@ class Manager:
     async def _adopt_self_placed(self) -> None:
         """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs."""
         async with self._reading:
-            for found in await asyncio.to_thread(self._tables.read, self.topology):
+            for number, found in enumerate(await asyncio.to_thread(self._tables.read, self.topology), start=1):
                 if not self._adopt_one(found):
                     self._tables.forget(found.process.uid)
+                if number % BATCH == 0:  # a table may hold a thousand, and others wait for an answer
+                    await asyncio.sleep(0)
 
     def _adopt_one(self, found: Job) -> bool:
         """False when it is to be tried again."""
@@ -271,6 +274,7 @@ class Manager:
         """Let go of everything in memory; the table stays for the next daemon."""
         await self._tasks.close()
         self._watches.close()
+        self.jobs.flush()
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -297,7 +301,7 @@ class Manager:
     def _serve_queue(self) -> None:
         """Give what is free to those who wait, first come first served in each of the two queues."""
         full: set[bool] = set()
-        for waiting in self.jobs:
+        for waiting in [job for job in self.jobs if job.state is State.QUEUED]:
             job, around = self.jobs.get(waiting.id), self._around.get(waiting.id, frozenset())
             lane = wants_gpus(waiting.request)
             if job is None or job.state is not State.QUEUED or (lane in full and not around):
@@ -335,7 +339,7 @@ class Manager:
         if job is not None and job.scope:
             self._tasks.spawn(self._check_scope(job_id))
         elif job is not None:
-            self._end(job_id, "its process ended")
+            self._end(job_id, "its process ended", soon=asyncio.get_running_loop().call_soon)
 
     async def _check_scope(self, job_id: str) -> None:
         """End a job whose process and scope are gone. A process that left its scope is a job still, but unconfined."""
@@ -359,14 +363,14 @@ class Manager:
         self._followed()
         self._view.job_changed(job)
 
-    def _end(self, job_id: str, why: str) -> None:
+    def _end(self, job_id: str, why: str, *, soon: Callable[..., object] | None = None) -> None:
         job = self.jobs.get(job_id)
         if job is None:
             return
         log.info("job %s of uid %d: %s", job_id, job.process.uid, why)
         self._watches.forget(job_id)
         self._around.pop(job_id, None)
-        self.jobs.drop(job_id)
+        self.jobs.drop(job_id, soon=soon)
         self._view.job_removed(job)
         self._serve_queue()
         self._followed()
