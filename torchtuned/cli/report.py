@@ -121,7 +121,7 @@ def _files(error: DaemonUnreachable) -> reportstore.Store:
 
 def _print_list(found: Sequence[Report], *, more: int) -> None:
     if not found:
-        print("No reports. There is one for each job that torchtuned-run has started.")
+        print("No reports. torchtunedd keeps one of each job that torchtuned-run starts.")
         return
     newest: set[str] = set()
     rows = []
