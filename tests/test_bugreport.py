@@ -102,9 +102,9 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     top = bundle(tmp_path, Path("/"))
     kept = json.loads((top / ".torchtuned/check.json").read_text())
     again = replay(top, capsys, "check")
-    assert {item["code"] for item in again["findings"]} == {  # type: ignore[attr-defined]
-        item["code"] for item in kept["findings"]
-    }
+    found, replayed = ({item["code"] for item in document["findings"]} for document in (kept, again))  # type: ignore[attr-defined]
+    # who else takes the CPUs is seen by looking twice, which a folder does not allow
+    assert replayed == found - {"TT078", "TT079"}
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
