@@ -10,3 +10,4 @@ ENV_PROFILES = ("cpu", "memory", "compile", "debug")
 LIMITS = ("nofile", "memlock", "core", "oom_score_adj")
 LIMIT_WORDS = ("keep", "hard", "infinity")
 MAX_RANKS = 4096  # of a job, and as many GPUs
+FULL = "no core is free"  # what is said of it starts so

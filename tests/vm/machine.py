@@ -102,8 +102,7 @@ class Machine:
     def boot(self) -> float:
         """Start the machine and wait until its agent answers; returns the seconds that took.
 
-        On a host with no time for it an emulated kernel can lose its timer before it has found its disk, and hangs.
-        That is the emulator's fault and none of the package's, so such a machine is started once more.
+        One that stands still is started once more: that is the emulator's doing and none of the package's.
         """
         start = time.monotonic()
         try:

@@ -185,7 +185,7 @@ def _in_job(machine: Machine, pid: int) -> bool:
 
 def _is_own(machine: Machine, now: Activity, process: Taker, me: int) -> bool:
     """Whether a process is a user's, or something that a process of the user's has started (sudo, a container)."""
-    if process.uid == me or me == 0:  # all descend from root's
+    if process.uid == me or me == 0:  # everything descends from root's
         return process.uid == me
     return any(uid(machine, str(pid)) == me for pid in _above(now.parents, process.pid))
 

@@ -69,13 +69,14 @@ def check(args: argparse.Namespace) -> int:
     args.python, args.data = _found(host, "--python", args.python), _found(host, "--data", args.data)
     one = checks.find(args.explain) if args.explain else None
     jobs, ours, theirs = _ask_daemon() if host.real else ([], frozenset[str](), list[Document]())
-    options = {"python": args.python, "data": args.data}
-    alone, others = jobs is None, list[Running]()
-    if jobs is None:
-        found_jobs = _self_placed(host)
-        jobs = [job for job in found_jobs if os.getuid() in (0, job.uid)]
-        others = [job for job in found_jobs if job not in jobs]
-    machine = Machine(host, Gpus(host), ours, jobs=jobs, some_jobs=alone, others=others, watch=watched(host), **options)
+    options = {"python": args.python, "data": args.data, "watch": watched(host)}
+    if jobs is not None:
+        machine = Machine(host, Gpus(host), ours, jobs=jobs, **options)
+    else:
+        placed = _self_placed(host)
+        mine = [job for job in placed if os.getuid() in (0, job.uid)]
+        others = [job for job in placed if job not in mine]
+        machine = Machine(host, Gpus(host), ours, jobs=mine, some_jobs=True, others=others, **options)
     found, unchecked = _run(machine, theirs, one.code if one else None)
     if one:
         return _explain(one, found, unchecked, as_json=args.json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,8 +23,6 @@ from torchtuned.host import Host
 from torchtuned.policy import Entry, Wish
 from torchtuned.tunables.owners import Owners
 from torchtuned.wording import named, nearest
-
-OURS = re.compile("set by torchtuned|torchtuned (had )?set ")  # in the reason of a row
 
 # profile
 
@@ -312,10 +309,8 @@ def _facts(answer: _Answer, *, secret: bool) -> Iterator[tuple[str, str]]:
         yield "before", f"{entry.original}; changed {when:%Y-%m-%d %H:%M:%S}"
     elif secret:
         yield "before", "ask as root; the ledger is for root only"
-    elif OURS.search(row["reason"]):  # so the daemon says, which then was started with another --run-dir
-        yield "before", "as the outcome says; the daemon's ledger is not in /run/torchtuned"
-    else:
-        yield "before", "torchtuned has not changed it"
+    else:  # a daemon started with another --run-dir keeps its own
+        yield "before", "no change of it by torchtuned is in the ledger in /run/torchtuned"
     yield "others", answer.owner or "nobody else is known to set it"
     if answer.mentions:
         yield "set in", ", ".join(answer.mentions)

@@ -12,6 +12,7 @@ from torchtuned.placement.dealing import Piece, cpus_of, pieces
 from torchtuned.placement.grants import Grant, Request, Rules
 from torchtuned.topology import Topology
 from torchtuned.wording import count
+from torchtuned.words import FULL
 
 REMEDY = "for cores of its own: start jobs with --cpus N, set slots in the configuration, or wait with --wait"
 NOTHING: CpuSet = frozenset()
@@ -93,12 +94,12 @@ class Space:
     def share(self, cores: Sequence[Piece], whose: str = "") -> None:
         """Nothing is free: say that these cores are shared, or refuse where the administrator wants that. Busy."""
         if self.rules.when_full != "share":
-            raise Busy("no core is free", where="CPUs", hint=REMEDY)
+            raise Busy(FULL, where="CPUs", hint=REMEDY)
         self.shared = True
         jobs = self.jobs_on(cores)
         threads = max(1, len(cores) // (jobs + 1))
         self.warn(
-            f"{whose}no core is free: CPUs {format_list(cpus_of(cores))} are shared with {jobs} other "
+            f"{whose}{FULL}: CPUs {format_list(cpus_of(cores))} are shared with {jobs} other "
             f"job{'' if jobs == 1 else 's'}, {threads} thread{'' if threads == 1 else 's'} for this one; {REMEDY}"
         )
 

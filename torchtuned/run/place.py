@@ -16,7 +16,7 @@ from torchtuned import errors
 from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client, has_systemd, printable
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.run.trust import trusted
-from torchtuned.words import MAX_RANKS
+from torchtuned.words import FULL, MAX_RANKS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ BACK_S = 3.0  # the same for a job that has its place granted
 ASK_S = 0.2
 SHOWN = 4096  # characters of the command that the daemon is told, to show
 JOB = "org.torchtuned1.Job"
-FULL = "no core is free"  # what placement warns of starts so
 # placing without the daemon would fail as well, or go against the administrator
 FINAL = (errors.InvalidRequest, errors.NoSuchGpu, errors.Unplaceable, errors.Busy)
 

@@ -92,7 +92,7 @@ def place_self(
         try:
             with _table(notes) if apart else nullcontext(_Table(-1)) as table:
                 jobs, placed = table.live(host, pid), _placed(host, pid) if apart else []
-                known = ["your own jobs"] * (not notes) + ["those of torchtunedd"] * bool(placed)
+                known = not notes
                 grant = place(machine, _in_force(host, pid, machine, request, [*placed, *jobs]), request, rules)
                 bound = apart and grant.bound and request.confine != "none"
                 if apart and not dry:
@@ -119,7 +119,7 @@ def place_self(
         "job": f"self-{pid}",
         "state": "running",
         "confinement": "affinity" if bound else "none",
-        "apart": "" if not apart else f"{' and '.join(known) or 'nobody'}{' only' * (len(known) == 1)}",
+        "apart": _apart_from(mine=known, daemons=bool(placed)) if apart else "",
         "sharers": _sharers(host, pid, grant, [*placed, *jobs]) if bound and grant.shared else [],
         "scope": "",
         "cpu_max": limits.cpu_max,
@@ -235,6 +235,13 @@ def _holders(host: Host, pid: int, request: Request, jobs: Sequence[Mapping[str,
         if (cpus or gpus) and job["pid"] not in ancestors and type(uid) is int:
             found.append(holder(f"process {job['pid']}", uid, cpus, gpus))
     return found
+
+
+def _apart_from(*, mine: bool, daemons: bool) -> str:
+    """Whose jobs a place was kept apart from, in words: those of the user's own that are known, and the daemon's."""
+    if mine and daemons:
+        return "your own jobs and those of torchtunedd"
+    return "your own jobs only" if mine else "those of torchtunedd only" if daemons else "nobody"
 
 
 def _sharers(host: Host, pid: int, grant: Grant, jobs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -61,16 +62,16 @@ class Knob:
                 host.write(companion.path, companion.original)
 
 
-class Held(Knob):
+class Held(Knob, ABC):
     """A value that lasts as long as a descriptor is open. It needs no ledger: the kernel gives it back."""
 
+    @abstractmethod
     def hold(self, host: Host, value: str) -> int:
         """Return the descriptor. Missing, Refused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unheld(self, host: Host) -> str:
         """The value when nobody holds one."""
-        raise NotImplementedError
 
 
 class Family(Protocol):
