@@ -32,10 +32,14 @@ FILES = {
     **policy(0, "amd-pstate-epp", "powersave", governors="performance powersave", epp="balance_power"),
     **policy(1, "acpi-cpufreq", "ondemand"),
     **policy(2, "acpi-cpufreq", "userspace"),
+    f"{CPUFREQ}/boost": "1",
+    f"{CPUFREQ}/policy1/boost": "0",
+    f"{CPUFREQ}/policy2/boost": "1",
 }
 TEXT = """
 [cpu]
 governor = performance
+boost = off
 [sysctl]
 vm.swappiness = 10
 vm.dirty_bytes = 500000000 @jobs

@@ -115,9 +115,8 @@ class Boost(Knob):
         host.write(self.path, "1" if (value == "on") != self.inverted else "0")
 
     def companions(self, host: Host, value: str) -> tuple[Companion, ...]:
-        after = "1" if value == "on" else "0"
         files = [f"{CPUFREQ}/{policy}/boost" for policy in policies(host)]
-        return tuple(Companion(path=file, original=host.read(file), after=after) for file in files if host.exists(file))
+        return tuple(Companion(path=file, original=host.read(file), fades=True) for file in files if host.exists(file))
 
 
 class MinPerf(Knob):
