@@ -26,7 +26,7 @@ from torchtuned.host import Host
 from torchtuned.jobs import Job, Jobs, State
 from torchtuned.placement import Grant, Request, request_to_json
 from torchtuned.processes import Process
-from torchtuned.run import selfplace
+from torchtuned.run import selfplace, table
 
 TOP = Path(__file__).resolve().parent.parent
 PARENT = 1
@@ -75,7 +75,7 @@ def small_host(root: Path, *, gpus: tuple[int, ...]) -> Host:
     return Host(make_tree(root, files))
 
 
-def table(runtime: Path) -> list[dict[str, Any]]:
+def written(runtime: Path) -> list[dict[str, Any]]:
     jobs: list[dict[str, Any]] = json.loads((runtime / "jobs.json").read_text())["jobs"]
     return jobs
 
@@ -86,7 +86,7 @@ def test_jobs_of_one_user_are_disjoint_and_in_the_table(runtime: Path, host: Hos
     assert len(parse_list(first["cpus"])) == len(parse_list(second["cpus"])) == 8
     assert not parse_list(first["cpus"]) & parse_list(second["cpus"])
     assert (first["confinement"], first["state"], first["threads"]) == ("affinity", "running", 4)
-    assert [(job["pid"], job["start"], job["uid"]) for job in table(runtime)] == [
+    assert [(job["pid"], job["start"], job["uid"]) for job in written(runtime)] == [
         (101, 1101, os.getuid()),
         (102, 1102, os.getuid()),
     ]
@@ -103,7 +103,7 @@ def test_a_job_that_ended_gives_its_place_back(runtime: Path, host: Host) -> Non
         (host.root / f"proc/101/{name}").unlink()
     everything = selfplace.place_self(wishes(), pid=104, host=host)
     assert everything["cpus"] == "0-31"
-    assert [job["pid"] for job in table(runtime)] == [104]
+    assert [job["pid"] for job in written(runtime)] == [104]
 
 
 def test_dry_writes_nothing(runtime: Path, host: Host) -> None:
@@ -114,7 +114,7 @@ def test_dry_writes_nothing(runtime: Path, host: Host) -> None:
 def test_a_process_that_asks_again_replaces_its_own_grant(runtime: Path, host: Host) -> None:
     selfplace.place_self(wishes(), pid=101, host=host)
     assert selfplace.place_self(wishes(), pid=101, host=host)["shared"] is False
-    assert len(table(runtime)) == 1
+    assert len(written(runtime)) == 1
 
 
 def test_a_job_inside_a_job_uses_its_cpus(runtime: Path, host: Host) -> None:
@@ -299,7 +299,7 @@ def test_a_broken_table_is_replaced(runtime: Path, host: Host, content: bytes) -
     runtime.mkdir(mode=0o700)
     (runtime / "jobs.json").write_bytes(content)
     assert selfplace.place_self(wishes(), pid=102, host=host)["cpus"] == "0-31"
-    assert [job["pid"] for job in table(runtime)] == [102]
+    assert [job["pid"] for job in written(runtime)] == [102]
 
 
 def test_links_are_not_followed(runtime: Path, host: Host, tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(runtime: Path, host: Host
     grant = selfplace.place_self(wishes(), pid=102, host=host)
     assert grant["cpus"] == "0-31", "the job starts all the same"
     assert "open to other users" in grant["warnings"][-1]
-    assert [job["pid"] for job in table(runtime)] == [101]
+    assert [job["pid"] for job in written(runtime)] == [101]
 
 
 def test_a_folder_that_is_a_link_is_not_trusted(runtime: Path, host: Host, tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_the_daemon_can_read_it_and_nobody_can_lock_it(
 ) -> None:
     """The daemon is root without the right to read what is private."""
     tmp_path.chmod(0o1777)
-    for module in (jobtables, selfplace):
+    for module in (jobtables, table):
         monkeypatch.setattr(module, "LOCKS", str(tmp_path))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     before = os.umask(0o077)
@@ -386,7 +386,7 @@ def test_a_lock_that_is_never_released_costs_a_warning(
     runtime: Path, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime.mkdir(mode=0o700)
-    monkeypatch.setattr(selfplace, "LOCK_S", 0.05)
+    monkeypatch.setattr(table, "LOCK_S", 0.05)
     with open(runtime / "lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert "locked" in selfplace.place_self(wishes(), pid=101, host=host)["warnings"][-1]
@@ -432,9 +432,9 @@ def test_a_table_that_nobody_would_read_is_not_written(
     runtime: Path, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selfplace.place_self(wishes(cpus="1"), pid=101, host=host)
-    monkeypatch.setattr(selfplace, "MAX_BYTES", 1000)
+    monkeypatch.setattr(table, "MAX_BYTES", 1000)
     assert "too large" in selfplace.place_self(wishes(cpus="1"), pid=102, host=host)["warnings"][-1]
-    assert [job["pid"] for job in table(runtime)] == [101]
+    assert [job["pid"] for job in written(runtime)] == [101]
 
 
 # What a daemon placed that does not answer now
@@ -468,7 +468,7 @@ def test_jobs_of_a_daemon_that_is_gone_are_kept_clear_of(runtime: Path, gpu_host
     assert "0000:10:00.0" not in selfplace.place_self(wishes(gpus=3), pid=104, host=gpu_host)["gpus"]
     (gpu_host.root / "proc/102/stat").unlink()
     assert parse_list(selfplace.place_self(wishes(gpus=[]), pid=106, host=gpu_host)["cpus"]) & parse_list("8-15")
-    assert {job["pid"] for job in table(runtime)} == {103, 104, 105, 106}, "only its own are in a user's table"
+    assert {job["pid"] for job in written(runtime)} == {103, 104, 105, 106}, "only its own are in a user's table"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives files to other users")

@@ -1,6 +1,6 @@
 """Files that list jobs, as those read them who did not write them: where they lie, and what of them counts.
 
-A user's own (run/selfplace.py writes it): the jobs that placed themselves. The daemon's (jobs.py writes it): whatever
+A user's own (run/table.py writes it): the jobs that placed themselves. The daemon's (jobs.py writes it): whatever
 it has placed, for all to read, so that jobs which find no daemon, or one that does not answer, keep clear of those.
 {"schema": 1, "jobs": [{"pid", "start", "uid", "grant", ...}, ...]}; pid and start time name a process for good, so
 nobody needs to take a job that has ended out of it.
