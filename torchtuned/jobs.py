@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,15 @@ class Job:
     scope: str = ""
     cpu_max: int | None = None
     warnings: tuple[str, ...] = ()
+
+
+def without_gpus(job: Job, here: Collection[str]) -> Job:
+    """The job without those of its GPUs that are not here, and with a word about it; itself where it has no such."""
+    gone = [address for address in job.grant.gpus if address not in here] if job.grant else []
+    if job.grant is None or not gone:
+        return job
+    left = replace(job.grant, gpus=tuple(address for address in job.grant.gpus if address in here))
+    return replace(job, grant=left, warnings=(*job.warnings, f"GPU {', '.join(gone)} is gone"))
 
 
 def parse_request(text: str) -> Request:

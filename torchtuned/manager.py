@@ -21,7 +21,7 @@ from torchtuned.cpulimits import limits
 from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.hostpolicy import HostPolicy
-from torchtuned.jobs import Job, Jobs, State, document, parse_request
+from torchtuned.jobs import Job, Jobs, State, document, parse_request, without_gpus
 from torchtuned.pinning import Online, pin_again
 from torchtuned.placement import Request
 from torchtuned.places import Lent, Places, Seen, look, wants_gpus
@@ -74,7 +74,6 @@ class Manager:
         self._confiner = Confiner(host, policy, pid1)
         self._watches = Watches(self._leader_ended)
         self._places = Places(jobs, policy, self._confiner, lent, lives=self._watches.lives)
-        self._around: dict[str, frozenset[str]] = {}  # of those who wait: the jobs that they run inside of
         self._polling = False
         self._committing: set[str] = set()
         self._tables, self._reading = Tables(host), asyncio.Lock()
@@ -182,17 +181,15 @@ class Manager:
         """A GPU that is gone is nobody's, when it comes back neither: what its job had there is lost."""
         here = {gpu.address for gpu in self.topology.gpus}
         for job in self.jobs:
-            gone = [address for address in job.grant.gpus if address not in here] if job.grant else []
-            if job.grant is None or not gone:
+            left = without_gpus(job, here)
+            if left is job:
                 continue
-            left = replace(job.grant, gpus=tuple(address for address in job.grant.gpus if address in here))
-            job = replace(job, grant=left, warnings=(*job.warnings, f"GPU {', '.join(gone)} is gone"))
             try:
-                self.jobs.put(job)
+                self.jobs.put(left)
             except Failed as e:
                 log.warning("%s", e)
             else:
-                self._view.job_changed(job)
+                self._view.job_changed(left)
 
     # -- start and end -----------------------------------------------------------------------------------------------
 
@@ -224,7 +221,7 @@ class Manager:
         await self._adopt_self_placed()
         for job in self.jobs:
             if job.state is State.QUEUED:
-                self._around[job.id] = self._places.around(await asyncio.to_thread(look, self._host, job.process))
+                self._places.waits(job.id, await asyncio.to_thread(look, self._host, job.process))
         for name in (live or set()) - {job.scope for job in self.jobs}:
             log.warning("%s belongs to no job that is known", name)
         self._serve_queue()
@@ -289,20 +286,13 @@ class Manager:
             since=time.time_ns() // 1000,
             cpu_max=seen.limits.cpu_max,
         )
-        around = self._places.around(seen)
-        try:
-            return self._places.grant(job, self.topology, seen.limits, around)
-        except Busy as e:
-            if not self._places.would_wait(request):
-                raise
-            self._around[job.id] = around
-            return replace(job, warnings=(e.what,))
+        return self._places.grant_or_queue(job, self.topology, seen)
 
     def _serve_queue(self) -> None:
         """Give what is free to those who wait, first come first served in each of the two queues."""
         full: set[bool] = set()
         for waiting in [job for job in self.jobs if job.state is State.QUEUED]:
-            job, around = self.jobs.get(waiting.id), self._around.get(waiting.id, frozenset())
+            job, around = self.jobs.get(waiting.id), self._places.around(waiting.id)
             lane = wants_gpus(waiting.request)
             if job is None or job.state is not State.QUEUED or (lane in full and not around):
                 continue
@@ -315,7 +305,7 @@ class Manager:
             except TorchtunedError as e:
                 self._end(job.id, f"it has no place any more: {e}")
             else:
-                self._around.pop(job.id, None)
+                self._places.forget(job.id)
                 self._set_timer(job)
                 self._view.job_changed(job)
                 self._view.granted(job, self._document(job))
@@ -369,7 +359,7 @@ class Manager:
             return
         log.info("job %s of uid %d: %s", job_id, job.process.uid, why)
         self._watches.forget(job_id)
-        self._around.pop(job_id, None)
+        self._places.forget(job_id)
         self.jobs.drop(job_id, soon=soon)
         self._view.job_removed(job)
         self._serve_queue()

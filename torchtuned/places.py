@@ -55,8 +55,32 @@ class Places:
         self, table: Jobs, policy: HostPolicy, confiner: Confiner, lent: Lent, *, lives: Callable[[str], bool]
     ) -> None:
         self._table, self._policy, self._confiner, self._lent, self._lives = table, policy, confiner, lent, lives
+        self._around: dict[str, frozenset[str]] = {}  # by those who wait
 
-    def around(self, seen: Seen) -> frozenset[str]:
+    def grant_or_queue(self, job: Job, machine: Topology, seen: Seen) -> Job:
+        """A new job with a grant, or as one that waits and says for what. Busy for one that would not wait."""
+        around = self._outer(seen)
+        try:
+            return self.grant(job, machine, seen.limits, around)
+        except Busy as e:
+            if not self._would_wait(job.request):
+                raise
+            self._around[job.id] = around
+            return replace(job, warnings=(e.what,))
+
+    def waits(self, job_id: str, seen: Seen) -> None:
+        """A job that waited already when the daemon came."""
+        self._around[job_id] = self._outer(seen)
+
+    def around(self, job_id: str) -> frozenset[str]:
+        """The jobs that one who waits runs inside of."""
+        return self._around.get(job_id, frozenset())
+
+    def forget(self, job_id: str) -> None:
+        """It does not wait any more."""
+        self._around.pop(job_id, None)
+
+    def _outer(self, seen: Seen) -> frozenset[str]:
         """The jobs that a process runs inside of: below the first process of one, or in the scope that PID 1 made
         for a job of its user (root: of anybody).
         """
@@ -68,7 +92,7 @@ class Places:
             or (uid in (0, job.process.uid) and scopes.holds(job.scope, cgroup))
         )
 
-    def would_wait(self, request: Request) -> bool:
+    def _would_wait(self, request: Request) -> bool:
         """Whether a job is queued when it cannot have what it wants."""
         return request.wait is not None or self._policy.config.jobs.when_full == "wait"
 
@@ -101,7 +125,7 @@ class Places:
     def _before(self, job: Job) -> str:
         """Who comes before a job, in words; "" when nobody does, or when it need not queue."""
         request = job.request
-        if not request.gpus and (request.shared or not self.would_wait(request)):
+        if not request.gpus and (request.shared or not self._would_wait(request)):
             return ""
         lane = wants_gpus(request)
         waiting = [
