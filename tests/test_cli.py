@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import select
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from torchtuned.cli import main as cli
 from torchtuned.cli import policy as cli_policy
 from torchtuned.cli.command import Command
 from torchtuned.cli.config import _Answer, _facts
-from torchtuned.cli.policy import NOT_HERE, in_words, local_ledger, row_document, unapplied
+from torchtuned.cli.policy import local_ledger, row_document, without_daemon
 from torchtuned.configfiles import read_config
 from torchtuned.engine import Engine
 from torchtuned.errors import Unplaceable
@@ -369,16 +368,15 @@ def test_what_nobody_applies_is_not_told_as_a_change(root: Path) -> None:
     host = Host(root)
     rows = Engine(host, local_ledger(host)).verify(read_config(host, None), jobs_active=False)
     [before] = [row for row in rows if row.knob == "sysctl/vm.max_map_count"]
-    [after] = [row for row in unapplied(rows) if row.knob == "sysctl/vm.max_map_count"]
     assert before.reason == "not in force: apply sets it"
-    assert re.fullmatch("not applied here: (systemctl start torchtuned does it|there is no daemon)", after.reason)
-    [told] = in_words([row_document(after)])
-    assert (told["outcome"], f"{NOT_HERE}: {told['reason']}") == ("not applied here", after.reason)
-    drifted = {**row_document(before), "outcome": "drifted"}
-    assert in_words([drifted]) == [drifted]
-    assert [row for row in rows if row.reason != before.reason] == [
-        row for row in unapplied(rows) if row.reason != after.reason
-    ]
+    document, told = (without_daemon(before, in_words=words) for words in (False, True))
+    way = document["reason"].removeprefix("not applied here: ")
+    assert way in ("systemctl start torchtuned does it", "there is no daemon")
+    assert document == {**row_document(before), "reason": f"not applied here: {way}"}
+    assert told == {**row_document(before), "outcome": "not applied here", "reason": way}
+    for row in rows:
+        assert row.untried == (row.reason == before.reason)
+        assert row.untried or without_daemon(row, in_words=True) == row_document(row)
 
 
 def test_in_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from torchtuned.tunables.sysctl import GLOB, SysctlFamily
 from torchtuned.wording import nearest
 
 NOT_WANTED = "given back: no longer in the policy"
-NOT_IN_FORCE = "not in force: apply sets it"
 UNDO_S = 100.0  # a person waits for it, and the command gives up after 120
 
 
@@ -113,8 +112,8 @@ class Engine:
                 case = survey.judge(knob, wish)
                 self._tell_drift(case)
                 if case.verdict.targets:
-                    row = self._failures.get(knob.id) or case.row(Outcome.FAILED, NOT_IN_FORCE)
-                    rows.append(row)
+                    untried = replace(case.row(Outcome.FAILED, "not in force: apply sets it"), untried=True)
+                    rows.append(self._failures.get(knob.id) or untried)
                 else:
                     rows.append(case.row())
             return [*rows, *absent]

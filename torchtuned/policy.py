@@ -27,6 +27,7 @@ class Row:
     """One line of a plan: what a knob is, what it should be, and what became (or would become) of it.
 
     `source` is where the wish comes from: FILE:LINE, or the profile's. For a foreign knob it is the owner's FILE:LINE.
+    `untried`: it is not as wanted because nothing has been applied, by all that is known here; the bus does not tell.
     """
 
     knob: str
@@ -35,6 +36,17 @@ class Row:
     outcome: Outcome
     reason: str
     source: str
+    untried: bool = False
+
+
+def set_by(owner: str) -> str:
+    """The reason of a foreign row whose value somebody else's file sets."""
+    return f"set by {owner}"
+
+
+def setter(reason: str) -> str:
+    """Who that is. Over the bus a row has nothing but its reason to tell."""
+    return reason.removeprefix(set_by(""))
 
 
 class Kind(StrEnum):
@@ -284,7 +296,7 @@ def judge(
     if wish.value.kind is Kind.KEEP:
         return wanted
     if owner:
-        return Verdict(outcome=Outcome.FOREIGN, reason=f"set by {owner.name}", source=owner.source, release=True)
+        return Verdict(outcome=Outcome.FOREIGN, reason=set_by(owner.name), source=owner.source, release=True)
     if wish.keep_on_battery and situation.on_battery:
         return replace(wanted, targets=(), outcome=Outcome.KEPT, reason="left alone while on battery")
     if wish.when == "jobs" and not situation.jobs_active:

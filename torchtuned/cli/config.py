@@ -13,14 +13,14 @@ from torchtuned.cli import render
 from torchtuned.cli.changes_page import page
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json, say
 from torchtuned.cli.machine import host_of, sysroot_option
-from torchtuned.cli.policy import CHANGE_S, in_words, local_ledger, look, tuners_of
+from torchtuned.cli.policy import CHANGE_S, local_ledger, look, tuners_of
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.config import Config, Setting
 from torchtuned.configfiles import Profile, profiles, read_config
 from torchtuned.effects import effect
 from torchtuned.errors import InvalidRequest, NoSuchKnob
 from torchtuned.host import Host
-from torchtuned.policy import Entry, Wish
+from torchtuned.policy import Entry, Wish, setter
 from torchtuned.tunables.owners import Owners
 from torchtuned.wording import named, nearest
 
@@ -225,7 +225,6 @@ class _Answer:
 def why(args: argparse.Namespace) -> int:
     host = host_of(args)
     _, _, knobs = look(args, "Verify")
-    knobs = knobs if args.json else in_words(knobs)
     chosen = [row for row in knobs if means(args.knob, row["knob"])]
     if not chosen:
         raise NoSuchKnob(f"the policy wants no knob {named(args.knob)}", hint=_way_out(args.knob, knobs))
@@ -239,7 +238,7 @@ def why(args: argparse.Namespace) -> int:
         owner, said = owners.owner(first), alike[0]
         others = f"{owner.name} ({owner.source})" if owner else ""
         if not others and said["outcome"] == "foreign":  # a file of /sys has its own owners, which verify knows
-            others = f"{said['reason'].removeprefix('set by ')} ({said['source']})"
+            others = f"{setter(said['reason'])} ({said['source']})"
         answers.append(
             _Answer(
                 name=name,

@@ -11,7 +11,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 
 from torchtuned import __version__
@@ -20,7 +19,7 @@ from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, pri
 from torchtuned.cli.machine import host_of, sysroot_option
 from torchtuned.client import MANAGER, ROOT, Client, has_systemd
 from torchtuned.configfiles import read_config
-from torchtuned.engine import NOT_IN_FORCE, Engine
+from torchtuned.engine import Engine
 from torchtuned.errors import DaemonUnreachable, Failed, HostError, NotAuthorized, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
@@ -114,8 +113,8 @@ def plan(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     state, profile, knobs = look(args, "Verify")
-    _show(args, state, profile, knobs if args.json else in_words(knobs))
-    return FINDINGS if any(row["outcome"] in AMISS for row in knobs) else FINE
+    _show(args, state, profile, knobs)
+    return FINDINGS if any(row["outcome"] in (*AMISS, NOT_HERE) for row in knobs) else FINE
 
 
 def look(args: argparse.Namespace, what: str) -> tuple[str, str, list[render.Row]]:
@@ -134,25 +133,21 @@ def look(args: argparse.Namespace, what: str) -> tuple[str, str, list[render.Row
         rows = engine.plan(config, tuners=tuners)
     else:
         rows = engine.verify(config, jobs_active=False, tuners=tuners)
-        rows = unapplied(rows) if host.real else rows
-    return "unreachable" if host.real else "none", config.profile, [row_document(row) for row in rows]
+    if not host.real:
+        return "none", config.profile, [row_document(row) for row in rows]
+    return "unreachable", config.profile, [without_daemon(row, in_words=not args.json) for row in rows]
 
 
-def unapplied(rows: Sequence[Row]) -> list[Row]:
-    """Rows of verify as they are to be worded without a daemon: apply would ask it, so apply is no way out."""
-    reason = f"{NOT_HERE}: {'systemctl start torchtuned does it' if has_systemd() else 'there is no daemon'}"
-    return [replace(row, reason=reason) if row.reason == NOT_IN_FORCE else row for row in rows]
-
-
-def in_words(rows: Sequence[render.Row]) -> list[render.Row]:
-    """The rows as a person reads them: what no daemon is there to apply has not failed, and plan says the same."""
-    start = f"{NOT_HERE}: "
-    return [
-        {**row, "outcome": NOT_HERE, "reason": row["reason"].removeprefix(start)}
-        if row["reason"].startswith(start)
-        else row
-        for row in rows
-    ]
+def without_daemon(row: Row, *, in_words: bool) -> render.Row:
+    """A row of this machine: `apply` would ask the daemon, so it is no way out. To a person what nobody is there to
+    apply has not failed, and plan says the same.
+    """
+    document = row_document(row)
+    if not row.untried:
+        return document
+    way = "systemctl start torchtuned does it" if has_systemd() else "there is no daemon"
+    told = {"outcome": NOT_HERE, "reason": way} if in_words else {"reason": f"{NOT_HERE}: {way}"}
+    return {**document, **told}
 
 
 def _show(args: argparse.Namespace, state: str, profile: str, knobs: Sequence[render.Row]) -> None:
