@@ -39,13 +39,10 @@ _BASIC: dict[str, type[ctypes._SimpleCData[Any]]] = {
     "h": c_int,
 }
 _STRINGS = "sog"
-NO_ANSWER = "torchtunedd did not answer"
+_SILENT = ("NoReply", "Timeout", "TimedOut")
 _ABSENT = {
     "ServiceUnknown": "no torchtunedd is running",
     "NameHasNoOwner": "no torchtunedd is running",
-    "NoReply": NO_ANSWER,
-    "Timeout": NO_ANSWER,
-    "TimedOut": NO_ANSWER,
     "Disconnected": "the system bus closed the connection",
 }
 
@@ -298,6 +295,8 @@ def _translate(error: _BusError, number: int) -> errors.TorchtunedError:
     if name.startswith(ERROR_PREFIX):
         return errors.BY_NAME.get(name[len(ERROR_PREFIX) :], errors.Failed)(text or name)
     short = name.rpartition(".")[2]
+    if short in _SILENT:
+        return errors.NoAnswer("torchtunedd did not answer", hint=way_out())
     if short in _ABSENT or not name:
         return errors.DaemonUnreachable(_ABSENT.get(short, os.strerror(number)), hint=way_out())
     if short in ("AccessDenied", "InteractiveAuthorizationRequired"):

@@ -75,6 +75,10 @@ class DaemonUnreachable(TorchtunedError):
     exit_status = 69
 
 
+class NoAnswer(DaemonUnreachable):
+    """The silent one: it was asked and did not answer in time, or ended meanwhile."""
+
+
 class HostError(TorchtunedError):
     """A file of /sys, /proc or /dev did not do what was asked. `errno` is the kernel's, or 0."""
 

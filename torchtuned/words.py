@@ -1,6 +1,6 @@
 """The words and bounds of a request and a grant, which the command line, the daemon and the configuration take alike.
 
-Nothing but values, since torchtuned-run imports it before every job. share/torchtuned/schemas has the same.
+Nothing that costs, since torchtuned-run imports it before every job. share/torchtuned/schemas has the same.
 """
 
 POLICIES = ("exclusive", "node", "socket", "core-complex")
@@ -10,4 +10,9 @@ ENV_PROFILES = ("cpu", "memory", "compile", "debug")
 LIMITS = ("nofile", "memlock", "core", "oom_score_adj")
 LIMIT_WORDS = ("keep", "hard", "infinity")
 MAX_RANKS = 4096  # of a job, and as many GPUs
-FULL = "no core is free"  # what is said of it starts so
+FULL = "no core is free"
+
+
+def is_full(warning: str) -> bool:
+    """Whether a warning of a grant says so of the whole job: those of placement/space.py begin with these words."""
+    return warning.startswith(FULL)

@@ -13,10 +13,10 @@ import sys
 import time
 
 from torchtuned import errors
-from torchtuned.client import MANAGER, NO_ANSWER, ROOT, Client, has_systemd, printable
+from torchtuned.client import MANAGER, ROOT, Client, has_systemd, printable
 from torchtuned.cpuset import format_list, parse_list
 from torchtuned.run.trust import trusted
-from torchtuned.words import FULL, MAX_RANKS
+from torchtuned.words import FULL, MAX_RANKS, is_full
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _shared(grant: dict[str, Any]) -> str:
     """With whom a place of our own is shared, and the way out, in the words of this line and no further one."""
     from torchtuned.run import waiting
 
-    own = [text for text in grant["warnings"] if text.startswith(FULL)]
+    own = [text for text in grant["warnings"] if is_full(text)]
     grant["warnings"] = [text for text in grant["warnings"] if text not in own]
     why = f" ({FULL}; --wait waits for one)" if own else ""
     return f"shared with {waiting.some(grant['sharers'])}{why}"
@@ -238,7 +238,7 @@ def take_place(
     try:
         job, answer = register(client, request)
     except errors.DaemonUnreachable as error:
-        if error.what == NO_ANSWER and time.monotonic() - begun < client.timeout_s:
+        if isinstance(error, errors.NoAnswer) and time.monotonic() - begun < client.timeout_s:
             raise Interrupted("", error) from None  # it ended while it was asked
         raise
 
