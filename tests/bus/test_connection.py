@@ -137,6 +137,31 @@ def test_a_long_array_is_refused_without_being_unpacked(bus: PrivateBus) -> None
     scene(bus, handler, story)
 
 
+def test_many_arrays_are_no_way_around_the_limit_of_one(bus: PrivateBus) -> None:
+    """A signature has room for 127 of them: 32 MiB that took more than ten seconds and 600 MB to unpack."""
+    seen: list[str] = []
+
+    def handler(call: Call) -> Any:
+        seen.append(call.signature)
+        return "", []
+
+    third = [""] * (MAX_ARRAY // 24)  # 8 bytes each
+
+    async def story(server: Bus, client: Bus) -> None:
+        await ask(client, "X", "asas", third, third)
+        await ask(client, "X", "aasas", [third, third], [])  # those in an array are counted with it
+        for signature, values in (
+            ("asasasas", [third] * 4),
+            ("vvvv", [Variant("as", third)] * 4),
+            ("(asas)asas", [[third, third], third, third]),
+        ):
+            with pytest.raises(CallFailed, match="longer than"):
+                await ask(client, "X", signature, *values, timeout_s=30)
+        assert seen == ["asas", "aasas"]
+
+    scene(bus, handler, story)
+
+
 def test_a_long_path_is_read_and_refused(bus: PrivateBus) -> None:
     def handler(call: Call) -> Any:
         raise Rejected("UnknownObject", f"there is no object {call.path}")

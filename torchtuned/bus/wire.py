@@ -17,14 +17,14 @@ from dbus_next.aio.message_bus import MessageBus, _MessageWriter
 from dbus_next.constants import BusType
 from dbus_next.signature import SignatureTree, Variant
 
-MAX_ARRAY = 256 * 1024  # bytes; nothing we accept is longer
+MAX_ARRAY = 256 * 1024  # bytes that a message's arrays have together; nothing we accept is longer
 MAX_BATCH = 64  # messages until the loop gets its turn
 MAX_SIGNATURES = 1024
 HEADER_FIELDS = 12  # where in a message the array of header fields starts
 
 
 class Oversize(list[Any]):
-    """Stands for an array that was too long to unpack."""
+    """Stands for an array that was too long to unpack, alone or after those before it."""
 
 
 class OversizeDict(dict[Any, Any]):
@@ -65,7 +65,7 @@ class Writer(_MessageWriter):
 
 
 class Connection(MessageBus):
-    """A MessageBus that no caller can stop for the others. Arrays above MAX_ARRAY arrive as Oversize."""
+    """A MessageBus that no caller can stop for the others. What arrays have above MAX_ARRAY arrives as Oversize."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, bus_type=BusType.SYSTEM, negotiate_unix_fd=True)
@@ -84,15 +84,24 @@ class Connection(MessageBus):
     def _create_unmarshaller(self) -> Any:
         unmarshaller: Any = super()._create_unmarshaller()  # type: ignore[no-untyped-call]
         read_array = unmarshaller.read_array
+        left, inside = MAX_ARRAY, False  # of the message's arrays together; those in an array are part of it
 
         def bounded(type_: Any) -> Any:
+            nonlocal left, inside
             header = unmarshaller.offset == HEADER_FIELDS
             unmarshaller.align(4)
             length = unmarshaller.read_uint32()
             token = type_.children[0].token
-            if length <= MAX_ARRAY or token == "y" or header:
+            if inside or length <= left or token == "y" or header:
                 unmarshaller.offset -= 4
-                return read_array(type_)
+                if inside or header:
+                    return read_array(type_)
+                left -= 0 if token == "y" else length
+                inside = True
+                try:
+                    return read_array(type_)
+                finally:
+                    inside = False
             if token in "xtd{(":
                 unmarshaller.align(8)
             unmarshaller.read(length)
