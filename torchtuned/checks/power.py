@@ -31,24 +31,29 @@ def governor(machine: Machine) -> Iterator[Seen | Unseen]:
     """The governor powersave of acpi-cpufreq and of the passive drivers is the lowest clock, always. Under intel_pstate
     and amd-pstate in active mode powersave is the normal choice and no finding. Also a maximum set far below what the
     CPU can do."""
-    slow: dict[str, list[str]] = {}
+    saving: dict[str, list[str]] = {}  # policies by their driver
+    capped: dict[tuple[int, int], list[str]] = {}  # by the maximum that is set and the CPUs' own, in MHz
     for policy in policies(machine.host):
         folder = f"{CPUFREQ}/{policy}"
         driver, name = (machine.text(f"{folder}/scaling_{word}") for word in ("driver", "governor"))
         most, best = machine.number(f"{folder}/scaling_max_freq"), machine.number(f"{folder}/cpuinfo_max_freq")
         if name == "powersave" and driver not in ACTIVE:
-            slow.setdefault(f"governor powersave under {driver}", []).append(policy)
+            saving.setdefault(driver, []).append(policy)
         elif most and best and most < 0.8 * best:
-            slow.setdefault(f"scaling_max_freq {most // 1000} of {best // 1000} MHz", []).append(policy)
-    for what, where in slow.items():
-        by_governor, which = what.startswith("governor"), _cpus_of(machine, where)
-        raised = f"sudo cpupower -c {format_list(which)} frequency-set -u {what.split()[-2]}MHz"
+            capped.setdefault((most // 1000, best // 1000), []).append(policy)
+    for driver, where in saving.items():
         yield Seen(
-            evidence=f"{CPUFREQ}/policy{_numbers(where)}: {what}",
-            fix="governor = performance|schedutil under [cpu] (profile training does it)"
-            if by_governor
-            else f"unless somebody wants it: {raised} (package linux-cpupower)",
-            action=None if by_governor else Action.ASK,
+            evidence=f"{CPUFREQ}/policy{_numbers(where)}: governor powersave under {driver}",
+            fix="governor = performance|schedutil under [cpu] (profile training does it)",
+            about=(about_cpus(_cpus_of(machine, where)),),
+        )
+    for (most, best), where in capped.items():
+        which = _cpus_of(machine, where)
+        raised = f"sudo cpupower -c {format_list(which)} frequency-set -u {best}MHz"
+        yield Seen(
+            evidence=f"{CPUFREQ}/policy{_numbers(where)}: scaling_max_freq {most} of {best} MHz",
+            fix=f"unless somebody wants it: {raised} (package linux-cpupower)",
+            action=Action.ASK,
             about=(about_cpus(which),),
         )
 
