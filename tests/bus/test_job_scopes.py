@@ -14,6 +14,7 @@ from fakes.tree import make_tree
 from harness import JOB, MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus, Service, small_machine
 
 from torchtuned import cpuset
+from torchtuned.bus.wire import MAX_ARRAY
 
 Start = Callable[..., Daemon]
 Fake = Callable[..., Service]
@@ -295,6 +296,24 @@ def test_jobs_whose_scopes_are_not_known_are_kept(bus: PrivateBus, services: Fak
     first.stop(signal.SIGKILL)
     job.kill()
     pid1.set("fail", {"ListUnitsByPatterns": "org.freedesktop.DBus.Error.Failed"})
+    second = daemon("--sysroot", tree)
+    assert bus.get(path, JOB, "State") == "running"
+    pid1.call_remove(grant["scope"])
+    second.wait_for("0 jobs")
+
+
+def test_a_long_list_of_scopes_is_read_to_its_end(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
+    """Users choose the first word of a description, so a few hundred jobs of one make the list longer than a call's
+    arrays may be. It was taken for empty, and everybody's scopes without a first process for ended.
+    """
+    pid1 = services("systemd1")
+    first = daemon("--sysroot", tree)
+    pid1.set("linger", 1)
+    job = bus.user(USER)
+    path, grant = job.start({"gpus": 2})
+    first.stop(signal.SIGKILL)
+    job.kill()
+    pid1.set("wordy", MAX_ARRAY // 8)
     second = daemon("--sysroot", tree)
     assert bus.get(path, JOB, "State") == "running"
     pid1.call_remove(grant["scope"])

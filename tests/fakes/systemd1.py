@@ -237,7 +237,8 @@ class Pid1:
         return "a(ssssssouso)", [units]
 
     def unit(self, name: str, state: str) -> list[Any]:
-        return [name, name, "loaded", state, "running", "", self.unit_path(name), 0, "", "/"]
+        description = self.scopes.get(name, {}).get("Description", name) * self.knobs.get("wordy", 1)
+        return [name, description, "loaded", state, "running", "", self.unit_path(name), 0, "", "/"]
 
     def get(self, path: str, interface: str, name: str) -> tuple[Any, ...]:
         job = self.knobs["job"]

@@ -2,7 +2,7 @@
 
 Three things are replaced, in the classes that do the work, because no public door leads there: a writer that takes a
 full socket for the loss of the connection, a reader that does not let go while messages come, and the unpacking of
-arrays of any length (32 MiB of "as" take seconds).
+arrays of any length (32 MiB of "as" take seconds) that strangers send.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 from typing import Any
 
 from dbus_next.aio.message_bus import MessageBus, _MessageWriter
-from dbus_next.constants import BusType
+from dbus_next.constants import BusType, MessageType
 from dbus_next.signature import SignatureTree, Variant
 
 MAX_ARRAY = 256 * 1024  # bytes that a message's arrays have together; nothing we accept is longer
@@ -65,7 +65,9 @@ class Writer(_MessageWriter):
 
 
 class Connection(MessageBus):
-    """A MessageBus that no caller can stop for the others. What arrays have above MAX_ARRAY arrives as Oversize."""
+    """A MessageBus that no caller can stop for the others. What the arrays of a call or signal have above MAX_ARRAY
+    arrives as Oversize.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(address, bus_type=BusType.SYSTEM, negotiate_unix_fd=True)
@@ -92,9 +94,10 @@ class Connection(MessageBus):
             unmarshaller.align(4)
             length = unmarshaller.read_uint32()
             token = type_.children[0].token
-            if inside or length <= left or token == "y" or header:
+            asked = unmarshaller.buf[1] == MessageType.METHOD_RETURN.value  # by us: a list of PID 1's may be long
+            if inside or length <= left or token == "y" or header or asked:
                 unmarshaller.offset -= 4
-                if inside or header:
+                if inside or header or asked:
                     return read_array(type_)
                 left -= 0 if token == "y" else length
                 inside = True
