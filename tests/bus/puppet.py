@@ -3,6 +3,7 @@
     ["pid"]  ["register", pid, request]  ["call", path, interface, member, signature, arguments…]
     ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
     ["everyone", path, interface, member] (the same call over each of those)
+    ["pending", member, n] (the same call n times; those still unanswered after two seconds)
     ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
     ["lie", member, signature, arguments] (a signal as if from PID 1)
 
@@ -115,6 +116,17 @@ class Puppet:
         """The same call over all connections at once; how many were answered."""
         calls = (bus.call("org.torchtuned1", path, interface, member, timeout_s=60) for bus in self.buses)
         return len(await asyncio.gather(*calls))
+
+    async def pending(self, member: str, count: int) -> int:
+        """Call n times at once, over connections that take 64 each, and leave open what is not answered."""
+        buses = [await Bus.connect() for _ in range(-(-count // 64))]
+        self.buses += buses
+        calls = [
+            asyncio.ensure_future(buses[i // 64].call("org.torchtuned1", ROOT, MANAGER, member, timeout_s=60))
+            for i in range(count)
+        ]
+        await asyncio.wait(calls, timeout=2)
+        return sum(not call.done() for call in calls)
 
     async def pin(self, cpus: str) -> str:
         wanted = parse_list(cpus) & os.sched_getaffinity(0)  # a machine in a folder may have more than there are here

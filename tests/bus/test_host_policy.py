@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import MANAGER, REPOSITORY, ROOT, USER, Daemon, PrivateBus, Service
+from harness import MANAGER, OTHER, REPOSITORY, ROOT, USER, Daemon, PrivateBus, Service
 
 from torchtuned.bus import CallFailed
 
@@ -179,6 +179,25 @@ def test_a_polkit_that_hangs_holds_up_nobody_and_means_no(
         bus.call(ROOT, MANAGER, "Apply")  # root is not asked about
         assert "polkit gave no answer" in user.process.stdout.readline()
         assert len(polkit.calls("CancelCheckAuthorization")) == 1
+
+
+def test_questions_to_polkit_leave_room_for_the_jobs_of_others(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path
+) -> None:
+    """The bus lets a connection wait for 128 answers; one user's open questions took them all, and PID 1 was asked for
+    no scope any more.
+    """
+    polkit, pid1 = services("polkit"), services("systemd1")
+    daemon("--sysroot", tree).wait_for("STATUS=ready")
+    polkit.set("hang", ["CheckAuthorization"])
+    with bus.user(USER) as user, bus.user(OTHER) as other:
+        assert user.do("pending", "Apply", 150) == 4
+        assert other.do("pending", "Apply", 1) == 1
+        assert other.start()[1]["scope"] in pid1.get("scopes")
+    until(lambda: len(polkit.calls("CancelCheckAuthorization")) == 5)
+    polkit.set("hang", [])
+    with bus.user(USER) as user, pytest.raises(RuntimeError, match="NotAuthorized"):
+        user.do("call", ROOT, MANAGER, "Apply")
 
 
 def test_undo_one_and_all(bus: PrivateBus, daemon: Start, tree: Path) -> None:
