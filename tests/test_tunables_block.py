@@ -86,6 +86,17 @@ def test_scheduler_there_and_back(desk: Desk) -> None:
     assert desk.kernel.files["/sys/block/sda/queue/scheduler"] == "none [mq-deadline] kyber"
 
 
+def test_a_queue_keeps_the_length_that_somebody_gave_it(desk: Desk) -> None:
+    """The kernel gives each scheduler a length of its own, also on the way back."""
+    length = "/sys/block/sda/queue/nr_requests"
+    desk.kernel.files[length] = "1024"
+    desk.apply("[block:x]\ndevice = sda\nscheduler = kyber\n")
+    assert desk.kernel.files[length] == "256"
+    desk.restart()
+    desk.undo()
+    assert desk.kernel.files[length] == "1024"
+
+
 def test_of_two_sections_the_later_counts(desk: Desk) -> None:
     text = "[block:all]\ndevice = *\nread_ahead_kb = 512\n[block:one]\ndevice = sda\nread_ahead_kb = 4096\n"
     rows = desk.apply(text)

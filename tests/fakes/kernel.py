@@ -130,7 +130,9 @@ class Kernel(Host):
         elif any(fnmatchcase(path, pattern) for pattern in BRACKETS):
             words = [word.strip("[]") for word in self.files[path].split()]
             self._offered(path, value, words)
-            self.files[path] = " ".join(f"[{word}]" if word == value else word for word in words)
+            before, self.files[path] = self.files[path], " ".join(f"[{w}]" if w == value else w for w in words)
+            if before != self.files[path]:
+                self._afterwards(path, value)
         elif name == "platform_profile":
             self._offered(path, value, self.files[f"{path}_choices"].split())
             self.files[path] = value
@@ -140,6 +142,8 @@ class Kernel(Host):
             self.files[path] = value
             if PAIRS[path] in self.files:
                 self.files[PAIRS[path]] = "0"
+        elif fnmatchcase(path, f"{CPUFREQ}/policy*/boost") and self.files.get(f"{CPUFREQ}/boost") == "0":
+            self._refuse(path, value)
         elif name == "read_ahead_kb":
             self.files[path] = str(int(value) // 4 * 4)
         elif path.startswith("/proc/sys/") and not all(word.lstrip("-").isdigit() for word in value.split()):
@@ -148,8 +152,16 @@ class Kernel(Host):
             self.files[path] = value
             if path == f"{CPUFREQ}/boost":
                 for other in self.files:
-                    if fnmatchcase(other, f"{CPUFREQ}/policy*/boost"):
+                    if fnmatchcase(other, f"{CPUFREQ}/policy*/boost") and self._is_online(posixpath.dirname(other)):
                         self.files[other] = value
+
+    def _afterwards(self, path: str, value: str) -> None:
+        """Block layer and khugepaged (Linux 6.18, seen): a queue's length is set anew, a reserve only raised."""
+        depth, reserve = f"{posixpath.dirname(path)}/nr_requests", "/proc/sys/vm/min_free_kbytes"
+        if depth in self.files:
+            self.files[depth] = "128" if value == "none" else "256"
+        elif path.endswith("/enabled") and value != "never" and reserve in self.files:
+            self.files[reserve] = str(max(67584, int(self.files[reserve])))
 
     def _governor(self, folder: str, value: str) -> None:
         path, preference = f"{folder}/scaling_governor", f"{folder}/{EPP}"
@@ -172,8 +184,18 @@ class Kernel(Host):
             raise Refused("device or resource busy", where=path, errno=errno.EBUSY)
         self.files[path] = value
 
+    def online(self, number: int, *, back: bool) -> None:
+        """A policy's CPUs come, or go. Its boost is then that of the switch for all."""
+        folder = f"{CPUFREQ}/policy{number}"
+        self.files[f"{folder}/affected_cpus"] = str(number) if back else ""
+        if back and {f"{folder}/boost", f"{CPUFREQ}/boost"} <= self.files.keys():
+            self.files[f"{folder}/boost"] = self.files[f"{CPUFREQ}/boost"]
+
+    def _is_online(self, folder: str) -> bool:
+        return self.files.get(f"{folder}/affected_cpus") != ""
+
     def _online(self, folder: str, path: str) -> None:
-        if not self.files[f"{folder}/affected_cpus"]:
+        if not self._is_online(folder):
             raise Refused("device or resource busy", where=path, errno=errno.EBUSY)
 
     def _offered(self, path: str, value: str, words: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torchtuned.errors import HostError
 from torchtuned.host import Host
 from torchtuned.mounts import BLOCK, beneath, device_of, mounts
-from torchtuned.policy import Wish
+from torchtuned.policy import Companion, Wish
 from torchtuned.tunables import BracketKnob, Knob
 
 NOT_DISKS = ("loop", "ram", "zram", "sr", "fd")
@@ -33,6 +33,13 @@ class Scheduler(BracketKnob):
 
     def __init__(self, device: str) -> None:
         super().__init__(f"block/{device}/scheduler", f"{BLOCK}/{device}/queue/scheduler")
+        self.depth = f"{BLOCK}/{device}/queue/nr_requests"
+
+    def companions(self, host: Host, value: str) -> tuple[Companion, ...]:
+        """The kernel sets the length of the queue anew with each scheduler, whatever somebody has made it."""
+        if not host.exists(self.depth):
+            return ()
+        return (Companion(path=self.depth, original=host.read(self.depth), fades=True),)
 
 
 KINDS = {"read_ahead_kb": ReadAhead, "scheduler": Scheduler}
