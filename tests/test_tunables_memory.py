@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from fakes.kernel import Kernel
 from fakes.policy import Desk
 
@@ -24,6 +25,44 @@ def test_huge_pages_there_and_back(tmp_path: Path) -> None:
     made.restart()
     made.undo()
     assert made.kernel.files == FILES
+
+
+RESERVE = "/proc/sys/vm/min_free_kbytes"
+
+
+@pytest.mark.parametrize(("before", "wanted"), [("never", "always"), ("madvise", "never")])
+def test_a_reserve_that_the_kernel_raises_with_them_goes_back(tmp_path: Path, before: str, wanted: str) -> None:
+    made = Desk(Kernel({f"{FOLDER}/enabled": FILES[f"{FOLDER}/enabled"], RESERVE: "30000"}), tmp_path)
+    made.kernel.set(f"{FOLDER}/enabled", before)
+    made.kernel.files[RESERVE] = "30000"
+    files = dict(made.kernel.files)
+    made.apply(f"[memory]\ntransparent_hugepage = {wanted}\n")
+    made.restart()
+    made.undo()
+    assert made.kernel.files == files
+
+
+def test_a_reserve_that_somebody_set_since_stays(tmp_path: Path) -> None:
+    made = Desk(Kernel({**FILES, RESERVE: "30000"}), tmp_path)
+    made.apply("[memory]\ntransparent_hugepage = never\n")
+    made.kernel.set(RESERVE, "90000")
+    made.undo()
+    assert made.kernel.files == {**FILES, RESERVE: "90000"}
+
+
+def test_a_reserve_of_the_policy_is_not_what_was_there_before_it(tmp_path: Path) -> None:
+    """Huge pages come first, so that what the policy wants of the reserve is in force after them."""
+    made = Desk(Kernel({**FILES, f"{FOLDER}/enabled": "always madvise [never]", RESERVE: "30000"}), tmp_path)
+    before = dict(made.kernel.files)
+    text = "[memory]\ntransparent_hugepage = always\n[sysctl]\nvm.min_free_kbytes = 50000\n"
+    made.apply(text)
+    assert made.kernel.files[RESERVE] == "50000"
+    assert {row.outcome for row in made.verify(text).values()} == {Outcome.APPLIED}
+    made.restart()
+    made.undo("memory")
+    assert made.kernel.files[RESERVE] == "50000"
+    made.undo()
+    assert made.kernel.files == before
 
 
 def test_the_kernel_command_line_comes_first(tmp_path: Path) -> None:
