@@ -207,14 +207,34 @@ BOOST = f"{CPUFREQ}/boost"
 
 def test_boost_of_all_takes_each_policys_own_along(desk: Callable[..., Desk]) -> None:
     made = desk(
-        policy(0, "amd-pstate"), policy(1, "amd-pstate"), {BOOST: "0"},
+        policy(0, "amd-pstate"), policy(1, "amd-pstate"), {BOOST: "1"},
         {f"{CPUFREQ}/policy0/boost": "0", f"{CPUFREQ}/policy1/boost": "1"},
     )  # fmt: skip
-    row = made.apply("[cpu]\nboost = on\n")["cpu/boost"]
-    assert (row.current, row.outcome) == ("on", Outcome.APPLIED)
-    assert made.kernel.files[f"{CPUFREQ}/policy0/boost"] == "1"
+    before = dict(made.kernel.files)
+    row = made.apply("[cpu]\nboost = off\n")["cpu/boost"]
+    assert (row.current, row.outcome) == ("off", Outcome.APPLIED)
+    assert made.kernel.files[f"{CPUFREQ}/policy1/boost"] == "0"
     made.undo()
-    assert made.kernel.files[f"{CPUFREQ}/policy1/boost"] == "1"
+    assert made.kernel.files == before
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_boost_with_cpus_offline(desk: Callable[..., Desk], when: str) -> None:
+    """A policy without CPUs answers EBUSY (simultaneous multithreading switched off, say); the others go on."""
+    made = desk(
+        *(policy(number, "acpi-cpufreq") for number in range(3)), {BOOST: "1"},
+        {f"{CPUFREQ}/policy{number}/boost": on for number, on in enumerate("101")},
+    )  # fmt: skip
+    if when == "before":
+        made.kernel.online(2, back=False)
+    assert made.apply("[cpu]\nboost = off\n")["cpu/boost"].outcome is Outcome.APPLIED
+    if when == "after":
+        made.kernel.online(2, back=False)
+    made.restart()
+    assert made.undo()["cpu/boost"].outcome is Outcome.APPLIED
+    made.kernel.online(2, back=True)
+    assert [made.kernel.files[f"{CPUFREQ}/policy{number}/boost"] for number in range(3)] == ["1", "0", "1"]
+    assert made.ledger() == []
 
 
 def test_boost_of_each_policy_where_there_is_no_other(desk: Callable[..., Desk]) -> None:

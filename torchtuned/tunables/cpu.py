@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torchtuned.errors import HostError, Unreadable
 from torchtuned.host import Host
-from torchtuned.policy import Companion, Wish
+from torchtuned.policy import Companion, Entry, Wish
 from torchtuned.tunables import Knob, read_words
 
 CPUFREQ = "/sys/devices/system/cpu/cpufreq"
@@ -22,6 +22,12 @@ def policies(host: Host) -> list[str]:
     """The cpufreq policies by number, also those whose CPUs are all offline."""
     names = [name for name in host.list(CPUFREQ) if re.fullmatch(r"policy[0-9]+", name)]
     return sorted(names, key=lambda name: int(name.removeprefix("policy")))
+
+
+def _offline(host: Host, policy: str) -> bool:
+    """Whether all of a policy's CPUs are, in which case the kernel answers EBUSY for its other files."""
+    path = f"{CPUFREQ}/{policy}/affected_cpus"
+    return host.exists(path) and not host.read(path)
 
 
 def has_preference(host: Host) -> bool:
@@ -38,7 +44,7 @@ class PolicyKnob(Knob):
         self.folder = f"{CPUFREQ}/{policy}"
 
     def read(self, host: Host) -> str:
-        if host.exists(f"{self.folder}/affected_cpus") and not host.read(f"{self.folder}/affected_cpus"):
+        if _offline(host, self.policy):
             raise Unreadable("its CPUs are offline", where=self.path, errno=errno.EBUSY)
         return super().read(host)
 
@@ -115,8 +121,16 @@ class Boost(Knob):
         host.write(self.path, "1" if (value == "on") != self.inverted else "0")
 
     def companions(self, host: Host, value: str) -> tuple[Companion, ...]:
-        files = [f"{CPUFREQ}/{policy}/boost" for policy in policies(host)]
-        return tuple(Companion(path=file, original=host.read(file), fades=True) for file in files if host.exists(file))
+        return tuple(Companion(path=file, original=host.read(file), fades=True) for file in self._files(host))
+
+    def restore(self, host: Host, entry: Entry, companions: Sequence[Companion]) -> None:
+        here = self._files(host)
+        super().restore(host, entry, [companion for companion in companions if companion.path in here])
+
+    def _files(self, host: Host) -> list[str]:
+        """Those of the policies. One whose CPUs are offline answers nothing, and is like the switch when it is back."""
+        files = [f"{CPUFREQ}/{policy}/boost" for policy in policies(host) if not _offline(host, policy)]
+        return [file for file in files if host.exists(file)]
 
 
 class MinPerf(Knob):
