@@ -28,17 +28,35 @@ FILES = {
     "/proc/sys/vm/dirty_bytes": "0",
     "/proc/sys/vm/dirty_ratio": "20",
     "/proc/sys/net/core/somaxconn": "128",
-    **policy(0, "amd-pstate-epp", "powersave", governors="performance powersave schedutil", epp="balance_power"),
-    **policy(1, "intel_pstate", "powersave", governors="performance powersave schedutil", epp="balance_power"),
+    **policy(
+        0, "amd-pstate-epp", "powersave", governors="performance powersave schedutil ondemand", epp="balance_power"
+    ),
+    **policy(1, "intel_pstate", "powersave", governors="performance powersave schedutil ondemand", epp="balance_power"),
+    f"{CPUFREQ}/policy0/boost": "1",
+    f"{CPUFREQ}/policy1/boost": "0",
+    "/sys/firmware/acpi/platform_profile": "balanced",
+    "/sys/firmware/acpi/platform_profile_choices": "low-power balanced performance",
+    "/sys/block/sda/queue/scheduler": "[none] mq-deadline bfq",
+    "/sys/block/sda/queue/nr_requests": "333",
+    "/sys/block/sda/queue/read_ahead_kb": "128",
+    "/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
+    "/proc/sys/vm/min_free_kbytes": "30000",
 }
+MACHINES = (FILES, FILES | {f"{CPUFREQ}/boost": "1"})
+"""Boost is a knob of each policy, or there is one switch for all."""
 PREFER = "energy_performance_preference = balance_performance"
 TEXTS = (
     "[cpu]\ngovernor = performance\n[sysctl]\nvm.swappiness = <=10\nnet.core.somaxconn = >=4096\n",
     f"[cpu]\ngovernor = performance @jobs\n{PREFER}\n[sysctl]\nvm.dirty_bytes = 500000000 @jobs\nvm.swappiness = 20\n",
     f"[cpu]\n{PREFER} @jobs\n[sysctl]\nvm.dirty_ratio = 40\nnet.core.somaxconn = >=2048 @jobs\n",
+    "[cpu]\nboost = off\nplatform_profile = performance @jobs\n[memory]\ntransparent_hugepage = madvise @jobs\n"
+    "[block:a]\ndevice = sda\nread_ahead_kb = >=4096\nscheduler = mq-deadline @jobs\n",
+    "[cpu]\nboost = off\ngovernor = ondemand\n[memory]\ntransparent_hugepage = always\n",
+    "[cpu]\nboost = off @jobs\nplatform_profile = performance\ngovernor = performance\n"
+    "[block:a]\ndevice = sda\nread_ahead_kb = 1024\nscheduler = bfq|mq-deadline\n",
     "[cpu]\ngovernor = keep\n",
 )
-KNOBS = ("cpu", "cpu/policy0/governor", "sysctl", "sysctl/vm.dirty_*", f"cpu/*/{EPP}")
+KNOBS = ("cpu", "cpu/policy0/governor", "sysctl", "sysctl/vm.dirty_*", f"cpu/*/{EPP}", "cpu/*boost", "block/*")
 OTHERS = (
     ("/proc/sys/vm/swappiness", "30"),
     ("/proc/sys/vm/swappiness", "60"),
@@ -50,13 +68,20 @@ OTHERS = (
     (f"{CPUFREQ}/policy0/scaling_governor", "powersave"),
     (f"{CPUFREQ}/policy0/{EPP}", "power"),
     (f"{CPUFREQ}/policy1/{EPP}", "power"),
+    (f"{CPUFREQ}/policy1/boost", "1"),
+    ("/sys/firmware/acpi/platform_profile", "low-power"),
+    ("/sys/block/sda/queue/scheduler", "bfq"),
+    ("/sys/block/sda/queue/read_ahead_kb", "64"),
+    ("/proc/sys/vm/min_free_kbytes", "90000"),
 )
 """What others write. None of it is a value of ours: nobody could tell those apart."""
 
 COUPLED = (
     {"sysctl/vm.dirty_bytes", "sysctl/vm.dirty_ratio"},
     *({f"cpu/policy{n}/governor", f"cpu/policy{n}/{EPP}"} for n in (0, 1)),
+    {"cpu/boost", "cpu/policy0/boost", "cpu/policy1/boost"},
 )
+LENGTH = "/sys/block/sda/queue/nr_requests"
 
 
 class Killed(BaseException):
@@ -76,7 +101,7 @@ class Fault:
 FAULTS = st.none() | st.builds(
     Fault,
     st.sampled_from(["kill", "refuse", "full"]),
-    st.integers(0, 24),
+    st.integers(0, 30),
     st.sampled_from([1, 1, 3, 100]),
     st.sampled_from([errno.EINVAL, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EIO]),
 )
@@ -105,9 +130,10 @@ OPERATIONS = st.one_of(
 class History:
     """The machine, and beside it the `shadow`: the same machine had it never seen torchtuned."""
 
-    def __init__(self, folder: Path) -> None:
-        self.desk = Desk(Kernel(FILES), folder)
-        self.shadow = Kernel(FILES)
+    def __init__(self, folder: Path, files: dict[str, str]) -> None:
+        self.files = files
+        self.desk = Desk(Kernel(files), folder)
+        self.shadow = Kernel(files)
         self.changed: set[str] = set()
         self.given_up: set[str] = set()
         self.was_full = False
@@ -135,12 +161,14 @@ class History:
                 self.other(path, value)
             case ("offline" | "online" as what, number):
                 for kernel in (self.desk.kernel, self.shadow):
-                    kernel.files[f"{CPUFREQ}/policy{number}/affected_cpus"] = str(number) if what == "online" else ""
+                    kernel.online(number, back=what == "online")
+                if what == "online" and self.files is MACHINES[1]:
+                    self.given_up.add(f"cpu/policy{number}/boost")  # as the switch for all was when it came back
             case ("restart",):
                 self.desk.restart()
             case ("reboot",):
                 for kernel in (self.desk.kernel, self.shadow):
-                    kernel.files, kernel.saved = dict(FILES), {}
+                    kernel.files, kernel.saved = dict(self.files), {}
                 self.desk.path.unlink(missing_ok=True)
                 self.changed, self.given_up = set(), set()
                 self.desk.restart()
@@ -167,8 +195,10 @@ class History:
         self.shadow.set(path, value)
         if "cpufreq" in path:
             knob = "cpu/" + path.removeprefix(f"{CPUFREQ}/").replace("scaling_", "")
-        else:
+        elif path.startswith("/proc/sys/"):
             knob = "sysctl/" + path.removeprefix("/proc/sys/").replace("/", ".")
+        else:
+            knob = path.replace("/sys/firmware/acpi/", "cpu/").replace("/sys/", "").replace("/queue/", "/")
         self.changed |= next((group for group in COUPLED if knob in group), {knob})
 
     def do(self, action: Callable[[], dict[str, Row]], fault: Fault | None) -> None:
@@ -211,7 +241,8 @@ class History:
     def end(self, text: str | None) -> None:
         """All is well again: what is left has to come right."""
         for number in (0, 1):
-            self.run(("online", number))
+            if not self.shadow.files[f"{CPUFREQ}/policy{number}/affected_cpus"]:
+                self.run(("online", number))
         self.run(("battery", False))
         self.desk.restart()
         if text is not None:
@@ -240,6 +271,7 @@ class History:
         ("tuner", TEXTS[0], "tuned", None),
     ],
     None,
+    0,
 )
 @example(  # and so has what was changed before the tuner came and is set anew afterwards
     [
@@ -248,6 +280,7 @@ class History:
         ("tuner", TEXTS[0], "tuned", None),
     ],
     TEXTS[0],
+    0,
 )
 @example(  # a crash on the way back, and then somebody changes what goes along
     [
@@ -257,9 +290,10 @@ class History:
         ("other", ("/proc/sys/vm/dirty_ratio", "15")),
     ],
     TEXTS[1],
+    0,
 )
 @example(  # the same, and a crash before the knob was touched at all
-    [("apply", TEXTS[0], False, Fault("kill", 10)), ("other", (f"{CPUFREQ}/policy0/{EPP}", "power"))], TEXTS[0]
+    [("apply", TEXTS[0], False, Fault("kill", 10)), ("other", (f"{CPUFREQ}/policy0/{EPP}", "power"))], TEXTS[0], 0
 )
 @example(  # and after a tuner has come and somebody has set back what we had set
     [
@@ -269,6 +303,7 @@ class History:
         ("other", (f"{CPUFREQ}/policy0/{EPP}", "power")),
     ],
     TEXTS[0],
+    0,
 )
 @example(  # what was never written, or was handed to the governor already, is nobody else's doing under that
     [
@@ -277,24 +312,27 @@ class History:
         ("undo", (f"cpu/*/{EPP}",), (), None),
     ],
     TEXTS[2],
+    0,
 )
 @example(
     [
         ("apply", TEXTS[2], True, None),
         ("apply", TEXTS[1], True, None),
         ("offline", 0),
-        ("apply", TEXTS[3], False, None),
+        ("apply", TEXTS[-1], False, None),
     ],
     TEXTS[0],
+    0,
 )
 @example(  # a preference set anew after a tuner has gone, while the governor's side effect is still there
     [
         ("apply", TEXTS[0], False, None),
         ("other", (f"{CPUFREQ}/policy0/scaling_governor", "schedutil")),
-        ("tuner", TEXTS[3], "tuned", None),
+        ("tuner", TEXTS[-1], "tuned", None),
         ("apply", TEXTS[1], False, None),
     ],
     TEXTS[1],
+    0,
 )
 @example(  # intel_pstate brings back a preference of ours that had gone under the governor, and then out of the policy
     [
@@ -304,6 +342,7 @@ class History:
         ("other", (f"{CPUFREQ}/policy1/scaling_governor", "schedutil")),
     ],
     TEXTS[2],
+    0,
 )
 @example(  # a preference that is left to a tuner, while the governor that was set over it is somebody else's
     [
@@ -314,12 +353,17 @@ class History:
         ("tuner", TEXTS[2], "tuned", None),
     ],
     None,
+    0,
 )
-@given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS))
-def test_every_history_ends_with_the_machines_own_values(operations: list[tuple], text: str | None) -> None:  # type: ignore[type-arg]
+@given(st.lists(OPERATIONS, max_size=14), st.none() | st.sampled_from(TEXTS), st.sampled_from([0, 1]))
+def test_every_history_ends_with_the_machines_own_values(
+    operations: list[tuple],  # type: ignore[type-arg]
+    text: str | None,
+    number: int,
+) -> None:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
-        history = History(folder)
+        history = History(folder, MACHINES[number])
         for operation in operations:
             history.run(operation)
         history.end(text)
