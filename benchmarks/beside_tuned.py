@@ -53,9 +53,6 @@ def switches(unit):
     lines = [line for text in texts for line in text.splitlines() if line.startswith("voluntary_ctxt")]
     return sum(int(line.split()[1]) for line in lines)
 found = {unit: {"memory": [], "wakeups in 30 idle seconds": [], "ready after start": [], "apply": []} for unit in UNITS}
-run(["systemctl", "start", "tuned"])
-run(["tuned-adm", "profile", "throughput-performance"])
-run(["systemctl", "stop", "tuned", "torchtuned"])
 for _ in range(ROUNDS):
     for unit, other in UNITS.items():
         figures = found[unit]
@@ -89,7 +86,10 @@ def measure(machine: Machine, deb: Path, *, quick: bool) -> dict[str, list[float
     (machine.share / "torchtuned.deb").write_bytes(deb.read_bytes())
     (machine.share / "inside.py").write_text(INSIDE)
     apt = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y"
-    machine.check(f"{apt} {SHARE}/torchtuned.deb /{image.SHELF}/tuned/*.deb", 900)
+    # one after the other: each would take what the other has set for the machine's own
+    machine.check(f"{apt} /{image.SHELF}/tuned/*.deb", 900)
+    machine.check("systemctl start tuned; tuned-adm profile throughput-performance; systemctl stop tuned", 300)
+    machine.check(f"{apt} {SHARE}/torchtuned.deb; systemctl stop torchtuned", 900)
     rounds, idle = (1, 3) if quick else (3, 30)
     figures: dict[str, list[float]] = json.loads(
         machine.check(f"python3 {SHARE}/inside.py {rounds} {idle}", 1200).splitlines()[-1]
