@@ -137,6 +137,27 @@ def test_a_long_array_is_refused_without_being_unpacked(bus: PrivateBus) -> None
     scene(bus, handler, story)
 
 
+def test_more_calls_than_the_bus_lets_us_wait_for_take_their_turn(bus: PrivateBus) -> None:
+    """When hundreds of jobs began or ended at once, PID 1 was not asked for all of them."""
+    here = most = 0
+
+    async def later() -> Any:
+        nonlocal here, most
+        here += 1
+        most = max(most, here)
+        await asyncio.sleep(0.05)
+        here -= 1
+        return "", []
+
+    async def story(server: Bus, client: Bus) -> None:
+        await asyncio.gather(*(ask(client, timeout_s=20) for _ in range(300)))
+        assert most <= 96
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchtuned.bus.MAX_CALLS", 1000)
+        scene(bus, lambda call: later(), story)
+
+
 def test_many_arrays_are_no_way_around_the_limit_of_one(bus: PrivateBus) -> None:
     """A signature has room for 127 of them: 32 MiB that took more than ten seconds and 600 MB to unpack."""
     seen: list[str] = []

@@ -33,6 +33,7 @@ DBUS_PATH = "/org/freedesktop/DBus"
 DEADLINE_S = 10.0
 ERRORS = "org.torchtuned1.Error."
 MAX_CALLS = 64  # calls of one connection that may be in progress
+MAX_ASKED = 96  # calls of ours that wait for an answer; the system bus takes 128, and forgets none that timed out
 MAX_ERROR = 4096  # characters of an error's text
 
 Answer = tuple[str, list[Any]]  # signature, body
@@ -95,6 +96,7 @@ class Bus:
     def __init__(self, bus: Connection) -> None:
         self._bus = bus
         self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._room = asyncio.Semaphore(MAX_ASKED)
         self._owners: dict[str, str] = {}
         self._watches: dict[str, list[Callable[[str], None]]] = {}
         self._signals: dict[tuple[str, str], list[tuple[str, Callable[[list[Any]], object]]]] = {}
@@ -156,8 +158,9 @@ class Bus:
         )  # fmt: skip
         reply: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._pending[message.serial] = reply
+        room = contextlib.nullcontext() if destination == DBUS else self._room  # the bus itself answers at once
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s), room:
                 self._send(message)
                 answer = await reply
         except TimeoutError:
