@@ -89,6 +89,25 @@ def laptop(tmp_path: Path) -> Scene:
     return Scene(root, TEXT, Gpus(Host(root)))
 
 
+@pytest.mark.parametrize("active", [True, False])
+def test_a_job_that_starts_or_ends_as_a_device_comes(tmp_path: Path, active: bool) -> None:  # noqa: FBT001
+    """Only the device's knobs are seen to with it; those for jobs have their turn afterwards."""
+    root = make_tree(tmp_path / "root", LAPTOP)
+    scene = Scene(root, "[sysctl]\nvm.swappiness = 10 @jobs\n", Gpus(Host(root)))
+
+    async def story() -> None:
+        if not active:
+            scene.policy.jobs(active=True)
+            while scene.read("proc/sys/vm/swappiness") != "10":
+                await asyncio.sleep(0.005)
+        came = asyncio.ensure_future(scene.policy.apply(only=("block/sda",)))
+        scene.policy.jobs(active=active)
+        await came
+
+    scene.play(story)
+    assert scene.read("proc/sys/vm/swappiness") == ("10" if active else "60")
+
+
 def test_on_battery_the_cpus_are_left_alone_and_set_when_the_mains_are_back(laptop: Scene) -> None:
     async def story() -> None:
         assert laptop.read(f"{CPUFREQ}/scaling_governor") == "performance"

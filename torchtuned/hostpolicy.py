@@ -181,7 +181,8 @@ class HostPolicy:
         self._thread.shutdown(wait=False)
 
     async def _apply(self, *, only: Sequence[str] | None = None, reassert: bool = False) -> list[Row]:
-        self._jobs_active = self._jobs_wanted
+        if only is None:  # else what is for jobs has yet to follow, in turn
+            self._jobs_active = self._jobs_wanted
         tuners = await self._tuners()
         rows: list[Row] = await self._off_loop(
             self._engine.apply, self.config, jobs_active=self._jobs_active, only=only, tuners=tuners, reassert=reassert
