@@ -13,14 +13,15 @@ JOB = f"python3 {SHARE}/job.py"
 MANAGER = "org.torchtuned1 /org/torchtuned1 org.torchtuned1.Manager"
 STATE = f"busctl get-property {MANAGER} State"
 NO_JOBS = f"! systemctl is-active -q torchtuned || busctl get-property {MANAGER} Jobs | grep -qx 'u 0'"
+GOVERNOR = "/sys/devices/system/cpu/cpufreq/policy{}/scaling_governor"
 INSTALL = "DEBIAN_FRONTEND=noninteractive apt-get install -q -y --allow-downgrades"
 
 # At each boot, before torchtuned comes, every policy has another governor than its neighbour, and these sysctls.
 ORIGINALS = ["powersave", "ondemand", "conservative", "schedutil", "userspace", "powersave", "ondemand", "schedutil"]
 SET_ORIGINALS = "".join(
-    f"ExecStart=/bin/sh -c 'echo {governor} > /sys/devices/system/cpu/cpufreq/policy{number}/scaling_governor'\n"
-    for number, governor in enumerate(ORIGINALS)
+    f"ExecStart=/bin/sh -c 'echo {governor} > {GOVERNOR.format(number)}'\n" for number, governor in enumerate(ORIGINALS)
 )
+WANTED = "performance"  # by the default policy
 ORIGINAL_SYSCTLS = {"vm.swappiness": "61", "net.core.somaxconn": "256"}
 ORIGINALS_UNIT = f"""[Unit]
 DefaultDependencies=no
@@ -66,6 +67,15 @@ def start(machine: Machine, name: str, command: str, *, user: str) -> Job:
     return Job(name=name, notes=notes, **fields)
 
 
+def start_service(machine: Machine, name: str, *words: str) -> dict[str, object]:
+    """Start job.py in a service; its row in the list of jobs, of which it is the only one."""
+    out = f"/root/{name}.out"
+    machine.check(f"rm -f {out}; systemd-run -q --unit {name} -p StandardOutput=file:{out} {' '.join(words)}")
+    wait_for(machine, f"grep -q '}}' {out}")
+    (row,) = listed(machine)
+    return row
+
+
 def stop(machine: Machine, *jobs: Job, signal: str = "TERM") -> None:
     """End all jobs that there are and wait until they, and the daemon's record of them, are gone."""
     machine.sh(f"kill -{signal} {' '.join(str(job.pid) for job in jobs)}")
@@ -101,6 +111,11 @@ def cpus_of(machine: Machine, job: Job) -> set[int]:
     return cpus(lists[0])
 
 
+def cpus_of_process(machine: Machine, pid: object) -> set[int]:
+    """Return the CPUs of a process from the mask of its first thread."""
+    return cpus(machine.check(f"taskset -pc {pid}").rsplit(": ", 1)[1])
+
+
 def masks(machine: Machine) -> dict[str, list[str]]:
     """Return the mask and name of every thread on the machine."""
     found: dict[str, list[str]] = json.loads(machine.check(f"python3 {SHARE}/masks.py"))
@@ -134,7 +149,7 @@ def knobs(machine: Machine, command: str = "verify") -> dict[str, dict[str, str]
 
 def governors(machine: Machine) -> list[str]:
     """Return the governor of each cpufreq policy, policy0 first."""
-    return machine.check("cat /sys/devices/system/cpu/cpufreq/policy[0-9]/scaling_governor").split()
+    return machine.check(f"cat {GOVERNOR.format('[0-9]')}").split()
 
 
 def sysctls(machine: Machine) -> dict[str, str]:
@@ -146,3 +161,9 @@ def sysctls(machine: Machine) -> dict[str, str]:
 def is_original(machine: Machine) -> bool:
     """Tell whether all values are what they were before torchtuned came."""
     return governors(machine) == ORIGINALS and sysctls(machine) == ORIGINAL_SYSCTLS
+
+
+def is_tuned(machine: Machine) -> bool:
+    """Tell whether the default policy is in force, by the kernel."""
+    now = sysctls(machine)
+    return set(governors(machine)) == {WANTED} and not now.items() & ORIGINAL_SYSCTLS.items()

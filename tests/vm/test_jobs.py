@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from inside import INSTALL, JOB, STATE, changed, cpus, cpus_of, listed, masks, show, start, stop, wait_for
+from inside import (
+    GOVERNOR,
+    INSTALL,
+    JOB,
+    STATE,
+    changed,
+    cpus,
+    cpus_of,
+    cpus_of_process,
+    listed,
+    masks,
+    show,
+    start,
+    start_service,
+    stop,
+    wait_for,
+)
 from machine import SHARE, Machine
 
 EVERY_CPU = set(range(8))
@@ -69,14 +85,12 @@ def test_an_app_scope_of_the_user_manager_is_moved(ready: Machine) -> None:
 
 
 def test_a_service_is_not_moved_only_pinned(ready: Machine) -> None:
-    ready.check(f"systemd-run -q --unit svc -p StandardOutput=file:/root/s.out torchtuned-run --cpus 2 {JOB}")
-    wait_for(ready, "grep -q '}' /root/s.out")
-    (row,) = listed(ready)
+    row = start_service(ready, "svc", f"torchtuned-run --cpus 2 {JOB}")
     assert (row["confinement"], row["scope"]) == ("affinity", "")
     assert ready.check(f"cat /proc/{row['pid']}/cgroup").strip() == "0::/system.slice/svc.service"
-    mask = ready.check(f"taskset -pc {row['pid']}").rsplit(": ", 1)[1]
-    assert cpus(mask) == cpus(str(row["cpus"]))
-    assert len(cpus(mask)) == 2
+    got = cpus_of_process(ready, row["pid"])
+    assert got == cpus(str(row["cpus"]))
+    assert len(got) == 2
     ready.check("systemctl stop svc")
 
 
@@ -114,7 +128,7 @@ def test_a_job_outlives_its_session(ready: Machine) -> None:
     ready.login("alice", f"nohup torchtuned-run --cpus 2 {JOB} >/tmp/outlives 2>&1 <>/dev/null & sleep 8")
     wait_for(ready, "grep -q '}' /tmp/outlives && ! loginctl list-sessions --no-legend | grep -q alice")
     (row,) = listed(ready)
-    assert len(cpus(ready.check(f"taskset -pc {row['pid']}").rsplit(": ", 1)[1])) == 2
+    assert len(cpus_of_process(ready, row["pid"])) == 2
     ready.check(f"kill {row['pid']}")
 
 
@@ -170,9 +184,8 @@ def test_upgrade_with_a_job_running(ready: Machine) -> None:
     wait_for(ready, f"{STATE} | grep ready")
     job = start(ready, "a", f"exec torchtuned-run --cpus 3 {JOB}", user="alice")
     got, before = cpus_of(ready, job), masks(ready)
-    policy0 = "/sys/devices/system/cpu/cpufreq/policy0/scaling_governor"
     ready.check(
-        f"(while [ ! -e /root/enough ]; do cat {policy0}; sleep 0.05; done | sort -u >/root/flaps;"
+        f"(while [ ! -e /root/enough ]; do cat {GOVERNOR.format(0)}; sleep 0.05; done | sort -u >/root/flaps;"
         " touch /root/flaps.done) >/dev/null 2>&1 &"
     )
     ready.check(f"{INSTALL} {SHARE}/torchtuned.deb; sleep 2; touch /root/enough")

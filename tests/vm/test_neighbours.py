@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from inside import (
+    GOVERNOR,
     INSTALL,
     JOB,
     MANAGER,
@@ -24,7 +25,6 @@ from machine import Machine
 
 SHELF = "/srv/neighbours"
 PURGE = "DEBIAN_FRONTEND=noninteractive apt-get purge -q -y"
-GOVERNOR = "/sys/devices/system/cpu/cpufreq/policy{}/scaling_governor"
 ALL_GOVERNORS = GOVERNOR.format("[0-9]")
 SWAPPINESS = "/proc/sys/vm/swappiness"
 FIRST, SWAP = "cpu/policy0/governor", "sysctl/vm.swappiness"

@@ -10,7 +10,19 @@ import shlex
 from collections.abc import Iterator
 
 import pytest
-from inside import JOB, Job, changed, cpus, cpus_of, listed, masks, start, stop, wait_for
+from inside import (
+    JOB,
+    Job,
+    changed,
+    cpus_of,
+    cpus_of_process,
+    listed,
+    masks,
+    start,
+    start_service,
+    stop,
+    wait_for,
+)
 from machine import Machine
 
 CONF = "/etc/torchtuned/conf.d/50-limits.conf"
@@ -117,21 +129,14 @@ def test_a_terminal_of_a_desktop_gives_its_job_a_scope(ready: Machine, suite: st
     stop(ready, job)
 
 
-def service(machine: Machine, name: str, *words: str) -> dict[str, object]:
-    """Start job.py in a service; its row in the list of jobs."""
-    out = f"/root/{name}.out"
-    machine.check(f"rm -f {out}; systemd-run -q --unit {name} -p StandardOutput=file:{out} {' '.join(words)}")
-    wait_for(machine, f"grep -q '}}' {out}")
-    (row,) = listed(machine)
-    return row
-
-
 def test_what_cron_starts_stays_in_crons_service(ready: Machine) -> None:
     """cron's children are the user's, in cron's own cgroup: pam_systemd is not in its stack on Debian."""
-    row = service(ready, "cron", "setpriv --reuid=1000 --regid=1000 --init-groups", f"torchtuned-run --cpus 2 {JOB}")
+    row = start_service(
+        ready, "cron", "setpriv --reuid=1000 --regid=1000 --init-groups", f"torchtuned-run --cpus 2 {JOB}"
+    )
     assert (row["uid"], row["confinement"], row["scope"]) == (1000, "affinity", "")
     assert ready.check(f"cat /proc/{row['pid']}/cgroup").strip() == "0::/system.slice/cron.service"
-    assert len(cpus(ready.check(f"taskset -pc {row['pid']}").rsplit(": ", 1)[1])) == 2
+    assert len(cpus_of_process(ready, row["pid"])) == 2
     ready.check("systemctl stop cron")
 
 
@@ -150,7 +155,7 @@ def test_a_step_of_a_batch_system_keeps_its_cpus_and_its_place(ready: Machine) -
     assert (row["confinement"], row["scope"], row["cpus"]) == ("affinity", "", "2-5")
     place = step.removeprefix("/sys/fs/cgroup")
     assert ready.check(f"cat /proc/{row['pid']}/cgroup").strip() == f"0::{place}"
-    assert cpus(ready.check(f"taskset -pc {row['pid']}").rsplit(": ", 1)[1]) == {2, 3, 4, 5}
+    assert cpus_of_process(ready, row["pid"]) == {2, 3, 4, 5}
     said = json.loads(ready.check("grep '}' /root/s.out"))
     assert said["omp_num_threads"] == "4"
     ready.check(f"kill {row['pid']}")
@@ -206,7 +211,7 @@ def test_limits_of_the_configuration_reach_a_users_job(limited: Machine) -> None
 
 
 def test_a_service_keeps_its_hard_limits_and_hears_what_to_edit(limited: Machine) -> None:
-    row = service(
+    row = start_service(
         limited,
         "small",
         "-p LimitNOFILE=5000 -p LimitMEMLOCK=1M -p User=alice -p StandardError=file:/root/small.err",

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 from inside import (
+    GOVERNOR,
     JOB,
     MANAGER,
     ORIGINALS,
     STATE,
+    WANTED,
     cpus_of,
     governors,
     is_original,
@@ -22,8 +24,6 @@ from inside import (
 )
 from machine import SHARE, Machine
 
-WANTED = ["performance"] * len(ORIGINALS)
-GOVERNOR = "/sys/devices/system/cpu/cpufreq/policy{}/scaling_governor"
 JOURNAL = "journalctl -u torchtuned --no-pager -o cat"
 
 # The 9p driver does not survive a sleep, so its device is without a driver meanwhile; nobody can ask the machine then.
@@ -83,7 +83,7 @@ def test_after_sleep_the_policy_is_there_again_once_and_jobs_are_pinned(ready: M
     assert ready.check("grep BOOLEAN /root/nap.signals | tr -d ' ;\\n'") == "BOOLEANtrueBOOLEANfalse"
     wait_for(ready, f"{JOURNAL} | grep 'back from sleep'")
     wait_for(ready, f"grep -qx performance {GOVERNOR.format(1)}")
-    assert governors(ready) == WANTED
+    assert governors(ready) == [WANTED] * len(ORIGINALS)
     told = ready.check(JOURNAL).rpartition(f"process {job.pid}, granted")[2]
     print(told)
     assert told.count("cpu/policy1/governor: ondemand -> performance") == 1

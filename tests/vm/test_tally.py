@@ -11,9 +11,8 @@ import os
 from collections.abc import Callable
 
 import pytest
-from inside import JOB, MANAGER, NO_JOBS, STATE, is_original, listed, start, wait_for
+from inside import JOB, MANAGER, NO_JOBS, STATE, is_original, is_tuned, listed, start, wait_for
 from machine import SHARE, Machine
-from test_policy import is_tuned
 
 MOMENTS = int(os.environ.get("TORCHTUNED_MOMENTS", "4"))
 SEED = 7
