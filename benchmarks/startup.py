@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--python", default="", help="an interpreter with torch, to compare with its import")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="torchtuned-startup-"))
+    folder = Path(tempfile.mkdtemp(prefix="torchtuned-startup-", dir="/dev/shm"))
     folder.chmod(0o700)
     bus = PrivateBus(folder)
     try:
