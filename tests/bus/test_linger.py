@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 
@@ -14,7 +15,10 @@ Services = Callable[..., Service]
 def run(bus: PrivateBus, *options: str) -> str:
     """What torchtuned-run says to a user; the command runs in any case."""
     words = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "/usr/bin/python3", "-I", "-c", ENTRY]
-    environ = {**bus.environment, "XDG_RUNTIME_DIR": str(bus.folder / "nowhere")}
+    runtime = bus.folder / "runtime"  # where it notes that it placed itself
+    runtime.mkdir(mode=0o700, exist_ok=True)
+    os.chown(runtime, USER, USER)
+    environ = {**bus.environment, "XDG_RUNTIME_DIR": str(runtime)}
     done = subprocess.run([*words, *options, "echo", "ran"], env=environ, capture_output=True, text=True, timeout=60)
     assert done.stdout == "ran\n"
     return done.stderr
