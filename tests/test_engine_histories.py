@@ -81,7 +81,6 @@ COUPLED = (
     *({f"cpu/policy{n}/governor", f"cpu/policy{n}/{EPP}"} for n in (0, 1)),
     {"cpu/boost", "cpu/policy0/boost", "cpu/policy1/boost"},
 )
-LENGTH = "/sys/block/sda/queue/nr_requests"
 
 
 class Killed(BaseException):
