@@ -34,6 +34,7 @@ from torchtuned.watches import Watches
 COMMIT_S = 10.0  # how long a grant waits for its Commit
 POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
+FREE_S, REST = 0.01, 4  # reading the tables of self-placed jobs: what it may take, and times the rest to wait after it
 LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
 JOBS_PER_USER = 1024
 BATCH = 64  # jobs adopted in one go
@@ -76,7 +77,7 @@ class Manager:
         self._places = Places(jobs, policy, self._confiner, lent, lives=self._watches.lives)
         self._polling = False
         self._committing: set[str] = set()
-        self._tables, self._reading = Tables(host), asyncio.Lock()
+        self._tables, self._reading, self._rested = Tables(host), asyncio.Lock(), 0.0
         self._tasks = Tasks()
 
     # -- the life of a job -------------------------------------------------------------------------------------------
@@ -233,13 +234,23 @@ class Manager:
         await self._adopt_self_placed()
 
     async def _adopt_self_placed(self) -> None:
-        """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs."""
+        """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs.
+
+        Who makes a table that takes long to read, and registers all the time, is not to keep others from an answer.
+        """
         async with self._reading:
-            for number, found in enumerate(await asyncio.to_thread(self._tables.read, self.topology), start=1):
+            if time.monotonic() < self._rested:
+                return
+            begun = time.thread_time()
+            listed = await asyncio.to_thread(self._tables.read, self.topology)
+            running = {job.process for job in self.jobs if job.state is State.RUNNING}
+            for number, found in enumerate([one for one in listed if one.process not in running], start=1):
                 if not self._adopt_one(found):
                     self._tables.forget(found.process.uid)
                 if number % BATCH == 0:  # a table may hold a thousand, and others wait for an answer
                     await asyncio.sleep(0)
+            cost = self._tables.cost_s + time.thread_time() - begun
+            self._rested = time.monotonic() + REST * max(0.0, cost - FREE_S)
 
     def _adopt_one(self, found: Job) -> bool:
         """False when it is to be tried again."""

@@ -128,6 +128,14 @@ def ancestors(pid: int) -> list[int]:
         return []
 
 
+def mask(pid: int) -> CpuSet:
+    """What the kernel lets the first thread of a process run on; nothing when it has ended."""
+    try:
+        return parse_list(_fields(f"/proc/{pid}/status")["Cpus_allowed_list"])
+    except OSError:
+        return frozenset()
+
+
 def masks(pid: int) -> Mapping[int, CpuSet]:
     """What the kernel lets each thread of a process run on (Cpus_allowed_list), by thread id."""
     found: dict[int, CpuSet] = {}

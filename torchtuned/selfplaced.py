@@ -40,10 +40,12 @@ log = logging.getLogger(__name__)
 
 
 class Tables:
-    """The tables below a host's /run/lock, which are read again when they have changed."""
+    """The tables below a host's /run/lock, which are read again when they have changed. `cost_s` is the CPU time that
+    the last read() took.
+    """
 
     def __init__(self, host: Host) -> None:
-        self._host = host
+        self._host, self.cost_s = host, 0.0
         self._folder = host.root / LOCKS.lstrip("/")
         self._seen: dict[int, int] = {}  # by user, last read last: when the folder of the table was changed
 
@@ -69,13 +71,14 @@ class Tables:
         What is left when ALL_S is over is for the next time.
         """
         found: dict[Process, Job] = {}
-        until = time.monotonic() + ALL_S
+        begun, until = time.thread_time(), time.monotonic() + ALL_S
         for uid in self.changed():
             if time.monotonic() > until:
                 log.warning("the tables in %s take too long", LOCKS)
                 break
             for job in self._of_user(uid, self._folder / f"{PREFIX}{uid}", machine):
                 found[job.process] = job
+        self.cost_s = time.thread_time() - begun
         return _oldest_first(found)
 
     def seen_by(self, uid: int, machine: Topology) -> list[Job]:
@@ -132,7 +135,7 @@ def _believed(entry: dict[str, Any], uid: int, machine: Topology) -> Job | None:
         claimed = grant_from_json({**listed, "ranks": []} if isinstance(listed, dict) else listed)
         if processes.identify(pidfd) != process:
             return None
-        mask = processes.masks(pid).get(pid, frozenset())
+        mask = processes.mask(pid)
         grant = replace(_within(claimed, mask & machine.online, machine), ranks=_ranks(ranks, claimed.cpus & mask))
     except TorchtunedError:
         return None

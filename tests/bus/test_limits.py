@@ -5,7 +5,10 @@ a real second user, with a PID 1 that would do as it is told.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import pwd
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +17,8 @@ import psutil
 import pytest
 from fakes.tree import make_tree
 from harness import GPU, MANAGER, OTHER, ROOT, USER, Daemon, PrivateBus, Service, small_machine
+
+from torchtuned.processes import start_time
 
 Start = Callable[..., Daemon]
 Fake = Callable[..., Service]
@@ -123,6 +128,28 @@ def test_a_thousand_connections(bus: PrivateBus, daemon: Start, tree: Path) -> N
             assert [answer.result() for answer in asked] == [200] * len(CROWD)
     one.wait_for("0 jobs")
     assert process.num_fds() == before
+
+
+def test_a_table_that_takes_long_keeps_nobody_from_an_answer(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """It is read before a place is given, in turn. With one that changes all the time, and a hundred calls of the same
+    user, nobody else had an answer within ten seconds.
+    """
+    daemon("--sysroot", tree).wait_for("ready")
+    with bus.user(USER) as slow, bus.user(OTHER) as job:
+        folder = tree / f"run/lock/torchtuned-{USER}"
+        folder.mkdir(parents=True)
+        one = {"pid": slow.pid, "start": start_time(slow.pid), "grant": {"cpus": "0"}}
+        (folder / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": [one] * 8000}))
+        for path in (folder, folder / "jobs.json"):
+            os.chown(path, USER, USER)
+        took = []
+        for turn in range(9):
+            os.utime(folder, (turn, turn))
+            begun = time.monotonic()
+            job.register({"shared": True})
+            took.append(time.monotonic() - begun)
+        assert sorted(took)[4] < max(took) / 3, took
+        assert bus.get(ROOT, MANAGER, "Jobs") == 2  # what could be read is known all the same
 
 
 @pytest.mark.parametrize("knob", ["sysctl/../../etc/passwd", "cpu/../../x", "../../etc/shadow", "\n", "sysctl/a\0b"])
