@@ -137,6 +137,31 @@ def test_killed_at_any_step_from_one_policy_to_another(desk: Desk) -> None:
         assert desk.ledger() == []
 
 
+def test_killed_at_any_step_from_one_value_to_another(tmp_path: Path) -> None:
+    """The second one has a side effect that the first had not: only the ledger tells that it is ours."""
+    files = policy(0, "amd-pstate-epp", "schedutil", governors="performance powersave schedutil", epp="balance_power")
+    for number in range(12):
+        desk = Desk(Kernel(files), tmp_path)
+        desk.apply("[cpu]\ngovernor = powersave\n")
+        kill_at(desk, number)
+        survived = survives(desk, lambda desk=desk: desk.apply("[cpu]\ngovernor = performance\n"))  # type: ignore[misc]
+        desk.undo()
+        assert desk.kernel.files == files
+        assert desk.ledger() == []
+    assert survived
+
+
+def test_what_somebody_made_of_a_side_effect_between_two_values_of_ours_is_theirs(tmp_path: Path) -> None:
+    files = policy(0, "amd-pstate-epp", "schedutil", governors="performance powersave schedutil", epp="balance_power")
+    desk = Desk(Kernel(files), tmp_path)
+    desk.apply("[cpu]\ngovernor = powersave\n")
+    desk.kernel.set(f"{CPUFREQ}/policy0/{EPP}", "power")
+    desk.apply("[cpu]\ngovernor = performance\n")
+    desk.restart()
+    desk.undo()
+    assert desk.kernel.files == {**files, f"{CPUFREQ}/policy0/{EPP}": "power"}
+
+
 REFUSALS = {
     errno.EPERM: Outcome.DENIED,
     errno.EACCES: Outcome.DENIED,

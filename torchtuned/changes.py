@@ -130,7 +130,8 @@ class Changes:
         self.settle({knob: entry for knob, entry in self.ledger.entries.items() if knob not in knobs})
 
     def _entry(self, case: Case, target: str, earlier: Entry | None) -> Entry:
-        written = case.knob.predict(self.host, target)
+        knob, written = case.knob, case.knob.predict(self.host, target)
+        companions = self.deadline.run(knob.id, lambda: knob.companions(self.host, target), knob.patience)
         if earlier:
             previous = case.current if earlier.ours(case.current) else earlier.previous
             return replace(
@@ -141,11 +142,10 @@ class Changes:
                 state=State.PENDING,
                 when=case.wish.when,
                 source=case.wish.source,
+                companions=_once_again(earlier.companions, companions),
             )
-        knob = case.knob
-        companions = self.deadline.run(knob.id, lambda: knob.companions(self.host, target), knob.patience)
         return Entry(
-            knob=case.knob.id,
+            knob=knob.id,
             original=case.current,
             written=written,
             asked=target,
@@ -364,6 +364,21 @@ def _handed_on(companion: Companion, entry: Entry) -> Companion:
     if companion.original == entry.original:
         return companion
     return replace(companion, original=entry.original, saved=companion.original)
+
+
+def _once_again(earlier: Iterable[Companion], now: Iterable[Companion]) -> tuple[Companion, ...]:
+    """The side effects of a knob that gets a second value of ours, as they are `now`: what is still ours has the
+    original from the first time, and is ours too until the knob is written; what somebody made of it since is theirs.
+    """
+    found = {companion.path: companion for companion in now}
+    companions = []
+    for companion in earlier:
+        new = found.get(companion.path)
+        if new and not companion.fades:
+            ours = companion.after is None or new.original in (companion.after, companion.saved)
+            companion = replace(new, original=companion.original, saved=new.original) if ours else new
+        companions.append(companion)
+    return tuple(companions)
 
 
 def _inherited(companions: Iterable[Companion], earlier: Iterable[Companion]) -> tuple[Companion, ...]:
