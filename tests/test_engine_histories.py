@@ -36,7 +36,7 @@ FILES = {
     f"{CPUFREQ}/policy1/boost": "0",
     "/sys/firmware/acpi/platform_profile": "balanced",
     "/sys/firmware/acpi/platform_profile_choices": "low-power balanced performance",
-    "/sys/block/sda/queue/scheduler": "[none] mq-deadline bfq",
+    "/sys/block/sda/queue/scheduler": "[none] mq-deadline kyber bfq",
     "/sys/block/sda/queue/nr_requests": "333",
     "/sys/block/sda/queue/read_ahead_kb": "128",
     "/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]",
@@ -70,7 +70,7 @@ OTHERS = (
     (f"{CPUFREQ}/policy1/{EPP}", "power"),
     (f"{CPUFREQ}/policy1/boost", "1"),
     ("/sys/firmware/acpi/platform_profile", "low-power"),
-    ("/sys/block/sda/queue/scheduler", "bfq"),
+    ("/sys/block/sda/queue/scheduler", "kyber"),
     ("/sys/block/sda/queue/read_ahead_kb", "64"),
     ("/proc/sys/vm/min_free_kbytes", "90000"),
 )
