@@ -134,6 +134,20 @@ def test_family_ancestors_and_masks() -> None:
 
 
 @pytest.mark.skipif(not ROOT, reason="needs root to make a PID namespace")
+def test_ancestors_without_end_are_not_counted() -> None:
+    """Who is the last of thousands would have them all read for each call of Register."""
+    script = "import os, time\nfor _ in range(300):\n if os.fork():\n  time.sleep(600)\nprint(os.getpid(), flush=True)"
+    chain = subprocess.Popen(
+        [sys.executable, "-SEc", script + "\ntime.sleep(600)"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert chain.stdout is not None
+        assert len(processes.ancestors(int(chain.stdout.readline()))) == processes.DEEPEST
+    finally:
+        os.killpg(chain.pid, signal.SIGKILL)
+        chain.communicate()
+
+
 def test_a_container_is_known_by_its_pid_namespace() -> None:
     command = ["unshare", "--pid", "--fork", "--kill-child", "sleep", "600"]
     process = subprocess.Popen(command)

@@ -16,6 +16,7 @@ from torchtuned.cpuset import CpuSet, parse_list
 from torchtuned.errors import InvalidRequest
 from torchtuned.host import stat_fields
 
+DEEPEST = 256  # ancestors that are looked at
 PIDFD_LINK = "anon_inode:[pidfd]"
 
 
@@ -119,13 +120,17 @@ def family(pid: int) -> list[int]:
 
 
 def ancestors(pid: int) -> list[int]:
-    """The parent of a process, its parent, and so on."""
+    """The parent of a process, its parent, and so on; at most DEEPEST, for anybody may be the last of thousands."""
     import psutil
 
+    found: list[int] = []
     try:
-        return [parent.pid for parent in psutil.Process(pid).parents()]
+        process = psutil.Process(pid)
+        while len(found) < DEEPEST and (process := process.parent()) is not None:
+            found.append(process.pid)
     except psutil.Error:
-        return []
+        pass
+    return found
 
 
 def mask(pid: int) -> CpuSet:
