@@ -79,6 +79,31 @@ def test_only_strangers_hold(parent: tuple[int, int], tmp_path: Path) -> None:
     assert look(gpus, host, job(leader)) == {"a"}
 
 
+def test_those_who_ask_together_share_the_answer(tmp_path: Path) -> None:
+    """Each question is a child process, and anybody may ask a hundred times."""
+    asked, go = Asked(Host(make_tree(tmp_path, {}))), threading.Event()
+    asked.users, asked.hang, times = {}, go, []
+    busy = asked.busy
+
+    def counted(addresses: object = None) -> dict[str, tuple[Process, ...]]:
+        times.append(1)
+        return busy(addresses)
+
+    asked.busy = counted  # type: ignore[method-assign]
+    lent = Leases(asked.host, asked)
+
+    async def story() -> None:
+        looks = [asyncio.ensure_future(lent.look([])) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        go.set()
+        await asyncio.gather(*looks)
+        assert len(times) == 1
+        await lent.look([])
+        assert len(times) == 2
+
+    asyncio.run(story())
+
+
 def test_a_driver_that_hangs_costs_little_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: tuple[int, int]
 ) -> None:

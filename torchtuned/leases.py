@@ -28,16 +28,24 @@ class Leases:
     def __init__(self, host: Host, gpus: Gpus) -> None:
         self.held: frozenset[str] = frozenset()
         self._host, self._gpus = host, gpus
+        self._look: asyncio.Task[None] | None = None
 
     async def look(self, jobs: Sequence[Job]) -> frozenset[str]:
-        """Ask, and return `held`; what was known before when there is no answer within PATIENCE_S."""
+        """Ask, and return `held`; what was known before when there is no answer within PATIENCE_S. Those who want to
+        know meanwhile share the answer.
+        """
+        if self._look is None or self._look.done():
+            self._look = asyncio.ensure_future(self._ask(jobs))
+        await asyncio.shield(self._look)
+        return self.held
+
+    async def _ask(self, jobs: Sequence[Job]) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 busy = await asyncio.to_thread(self._busy)
                 self.held = await asyncio.to_thread(self._strangers, busy, jobs) if any(busy.values()) else frozenset()
         except TimeoutError:
             log.warning("NVML does not say within %g s who computes on the GPUs", PATIENCE_S)
-        return self.held
 
     def _busy(self) -> dict[str, list[int]]:
         return {address: [process.pid for process in users] for address, users in self._gpus.busy().items()}
