@@ -29,6 +29,7 @@ from torchtuned.processes import Process
 from torchtuned.selfplaced import Tables
 from torchtuned.tasks import Tasks
 from torchtuned.topology import Topology
+from torchtuned.turns import Turns
 from torchtuned.watches import Watches
 
 COMMIT_S = 10.0  # how long a grant waits for its Commit
@@ -78,7 +79,7 @@ class Manager:
         self._polling = False
         self._committing: set[str] = set()
         self._tables, self._reading, self._rested = Tables(host), asyncio.Lock(), 0.0
-        self._tasks = Tasks()
+        self._turns, self._tasks = Turns(JOBS_PER_USER), Tasks()
 
     # -- the life of a job -------------------------------------------------------------------------------------------
 
@@ -91,17 +92,18 @@ class Manager:
         """
         try:
             request = parse_request(text)
-            seen = await asyncio.to_thread(lambda: look(self._host, processes.identify(pidfd)))
             if request.gpus and self.topology.gpus:
                 await self._lent.look(list(self.jobs))
-            if uid not in (0, seen.process.uid):
-                raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
-            await self._adopt_self_placed()  # some may have, while this daemon was stopped or the machine too busy
-            if self.jobs.of_user(seen.process.uid) >= JOBS_PER_USER:
-                raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
-            self._replace_earlier(seen.process)
-            job = self._new(request, seen)
-            self.jobs.put(job)
+            async with self._turns.of(uid):
+                seen = await asyncio.to_thread(lambda: look(self._host, processes.identify(pidfd)))
+                if uid not in (0, seen.process.uid):
+                    raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
+                await self._adopt_self_placed()  # some may have, while this daemon was stopped or the machine too busy
+                if self.jobs.of_user(seen.process.uid) >= JOBS_PER_USER:
+                    raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
+                self._replace_earlier(seen.process)
+                job = self._new(request, seen)
+                self.jobs.put(job)
         except BaseException:
             os.close(pidfd)
             raise

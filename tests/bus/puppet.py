@@ -4,6 +4,7 @@
     ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
     ["everyone", path, interface, member] (the same call over each of those)
     ["pending", member, n] (the same call n times; those still unanswered after two seconds)
+    ["crowd", n] (register itself n times at once, and wait for none)  ["answered"] (how many of those were)
     ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
     ["lie", member, signature, arguments] (a signal as if from PID 1)
 
@@ -34,6 +35,7 @@ class Puppet:
     def __init__(self) -> None:
         self.buses: list[Bus] = []
         self.signals: list[Any] = []
+        self.asked: list[asyncio.Future[Any]] = []
         self.arrived = asyncio.Event()
 
     async def bus(self) -> Bus:
@@ -116,6 +118,25 @@ class Puppet:
         """The same call over all connections at once; how many were answered."""
         calls = (bus.call("org.torchtuned1", path, interface, member, timeout_s=60) for bus in self.buses)
         return len(await asyncio.gather(*calls))
+
+    async def crowd(self, count: int) -> None:
+        pidfd = os.pidfd_open(os.getpid())
+        buses = [await Bus.connect() for _ in range(-(-count // 64))]
+        self.buses += buses
+        request = json.dumps({"schema": 1, "shared": True})
+        self.asked = [
+            asyncio.ensure_future(
+                buses[i // 64].call(
+                    "org.torchtuned1", ROOT, MANAGER, "Register", "hs", [0, request], fds=[pidfd], timeout_s=60
+                )
+            )
+            for i in range(count)
+        ]
+        await asyncio.sleep(0.1)
+        os.close(pidfd)
+
+    async def answered(self) -> int:
+        return sum(one.done() for one in self.asked)
 
     async def pending(self, member: str, count: int) -> int:
         """Call n times at once, over connections that take 64 each, and leave open what is not answered."""

@@ -130,6 +130,18 @@ def test_a_thousand_connections(bus: PrivateBus, daemon: Start, tree: Path) -> N
     assert process.num_fds() == before
 
 
+def test_who_registers_a_lot_waits_for_himself(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """And not all others for him: a hundred calls of one user took eight seconds, and the next came after them."""
+    daemon("--sysroot", tree).wait_for("ready")
+    with bus.user(USER) as crowd, bus.user(OTHER) as job:
+        crowd.do("crowd", 120)
+        job.register({"shared": True})
+        assert crowd.do("answered") < 100
+        while crowd.do("answered") < 120:
+            time.sleep(0.05)
+        assert bus.get(ROOT, MANAGER, "Jobs") == 2
+
+
 def test_a_table_that_takes_long_keeps_nobody_from_an_answer(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     """It is read before a place is given, in turn. With one that changes all the time, and a hundred calls of the same
     user, nobody else had an answer within ten seconds.
