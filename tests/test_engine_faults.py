@@ -111,9 +111,12 @@ def test_killed_at_any_step_of_apply(desk: Desk, then: str) -> None:
         assert desk.ledger() == []
 
 
-@pytest.mark.parametrize("then", ["undo", "apply, undo"])
+@pytest.mark.parametrize("then", ["undo", "apply, undo", "another tuner comes and goes, undo"])
 def test_killed_at_any_step_of_undo(desk: Desk, then: str) -> None:
     for _ in kills(desk, lambda: desk.apply(TEXT), lambda: desk.undo()):
+        if "tuner" in then:
+            desk.engine.undo(tuners=["tuned"])
+            desk.restart()
         if "apply" in then:
             assert {row.outcome for row in desk.apply(TEXT).values()} == {Outcome.APPLIED}
             assert desk.kernel.files[SWAPPINESS] == "10"

@@ -247,7 +247,8 @@ class Changes:
         ours = []
         for companion in entry.companions:
             if companion.fades:
-                mine = entry.ours(before) or (before == entry.original and entry.state is State.UNDOING)
+                half_way = entry.state in (State.UNDOING, State.LEFT)  # it may have been, when another tuner came
+                mine = entry.ours(before) or (before == entry.original and half_way)
             else:
                 known = (companion.after, companion.saved)
                 mine = self.host.exists(companion.path) and (
