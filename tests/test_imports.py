@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "engine": ("engine", "changes", "survey", "jobs", "bugreport", "reports.jobrecord"),
     "use cases": (
-        *("manager", "places", "confining", "pinning", "selfplaced", "leases", "watches", "turns", "tasks"),
+        *("manager", "places", "confining", "pinning", "selfplaced", "adopting", "leases", "watches", "turns", "tasks"),
         *("hostpolicy", "hostchecks", "reports."),
     ),
     "bus": ("bus.", "objects", "systemd1", "polkit", "logind", "hotplug", "newcomers"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fakes.tree import machine, make_tree
 
-from torchtuned import discover, manager, scopes
+from torchtuned import adopting, discover, manager, scopes
 from torchtuned.config import builtin, load
 from torchtuned.cpuset import CpuSet
 from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized
@@ -459,7 +459,7 @@ def test_jobs_that_end_together_are_written_off_at_once(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user may have a thousand, and each write is of all jobs that there are."""
-    monkeypatch.setattr(manager, "BATCH", 2)
+    monkeypatch.setattr(adopting, "BATCH", 2)
     one, written = bench(), []
     folder = one.host.root / f"run/lock/torchtuned-{UID}"
     folder.mkdir(parents=True, mode=0o711)

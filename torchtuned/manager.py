@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from torchtuned import processes, units
+from torchtuned.adopting import Adopting
 from torchtuned.confining import Confiner, Pid1
 from torchtuned.cpulimits import limits
 from torchtuned.errors import Busy, Failed, InvalidRequest, NoSuchJob, NotAuthorized, TorchtunedError
@@ -26,7 +27,6 @@ from torchtuned.pinning import Online, pin_again
 from torchtuned.placement import Request
 from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
-from torchtuned.selfplaced import Tables
 from torchtuned.tasks import Tasks
 from torchtuned.topology import Topology
 from torchtuned.turns import Turns
@@ -35,10 +35,8 @@ from torchtuned.watches import Watches
 COMMIT_S = 10.0  # how long a grant waits for its Commit
 POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
-FREE_S, REST = 0.01, 4  # reading the tables of self-placed jobs: what it may take, and times the rest to wait after it
 LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
 JOBS_PER_USER = 1024
-BATCH = 64  # jobs adopted in one go
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class Manager:
         self._places = Places(jobs, policy, self._confiner, lent, lives=self._watches.lives)
         self._polling = False
         self._committing: set[str] = set()
-        self._tables, self._reading, self._rested = Tables(host), asyncio.Lock(), 0.0
+        self._adopting = Adopting(host, jobs, self._adopt_one)
         self._turns, self._tasks = Turns(JOBS_PER_USER), Tasks()
 
     # -- the life of a job -------------------------------------------------------------------------------------------
@@ -98,7 +96,7 @@ class Manager:
                 seen = await asyncio.to_thread(lambda: look(self._host, processes.identify(pidfd)))
                 if uid not in (0, seen.process.uid):
                     raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
-                await self._adopt_self_placed()  # some may have, while this daemon was stopped or the machine too busy
+                await self._adopting.look(self.topology)  # this daemon was stopped, or the machine too busy, for some
                 if self.jobs.of_user(seen.process.uid) >= JOBS_PER_USER:
                     raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
                 self._replace_earlier(seen.process)
@@ -221,7 +219,7 @@ class Manager:
             self._set_timer(job)
             if job.scope and (live is None or not there):
                 self._tasks.spawn(self._check_scope(job.id))
-        await self._adopt_self_placed()
+        await self._adopting.look(self.topology)
         for job in self.jobs:
             if job.state is State.QUEUED:
                 self._places.waits(job.id, await asyncio.to_thread(look, self._host, job.process))
@@ -233,29 +231,10 @@ class Manager:
 
     async def _adopt_late(self) -> None:
         await asyncio.sleep(LATE_S)
-        await self._adopt_self_placed()
-
-    async def _adopt_self_placed(self) -> None:
-        """Those that found no daemon, or one that did not answer. What earlier jobs have already stays theirs.
-
-        Who makes a table that takes long to read, and registers all the time, is not to keep others from an answer.
-        """
-        async with self._reading:
-            if time.monotonic() < self._rested:
-                return
-            begun = time.thread_time()
-            listed = await asyncio.to_thread(self._tables.read, self.topology)
-            running = {job.process for job in self.jobs if job.state is State.RUNNING}
-            for number, found in enumerate([one for one in listed if one.process not in running], start=1):
-                if not self._adopt_one(found):
-                    self._tables.forget(found.process.uid)
-                if number % BATCH == 0:  # a table may hold a thousand, and others wait for an answer
-                    await asyncio.sleep(0)
-            cost = self._tables.cost_s + time.thread_time() - begun
-            self._rested = time.monotonic() + REST * max(0.0, cost - FREE_S)
+        await self._adopting.look(self.topology)
 
     def _adopt_one(self, found: Job) -> bool:
-        """False when it is to be tried again."""
+        """One that placed itself; what earlier jobs have already stays theirs. False when it is to be tried again."""
         known = [job for job in self.jobs if job.process == found.process]
         if any(job.state is State.RUNNING or job.id in self._committing for job in known):
             return True
