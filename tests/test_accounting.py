@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
 from fakes.tree import make_tree
 
+from torchtuned import processes
 from torchtuned.host import Host
 from torchtuned.reports import accounting, jobrecord, journal, postmortem
 from torchtuned.reports.inotify import Inotify
@@ -70,6 +73,38 @@ sys.stdin.read()
     assert found["memory"]["largest_peak"] >= 64 << 20
     assert found["cpu"]["usage_s"] > 0.03  # most of it of the child that has ended
     assert accounting.of_job(Host(), process.pid, "") == {}
+
+
+def test_nobody_looks_for_children_of_a_process_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are another's by then, and a look at all processes for each of a thousand jobs that end takes a minute."""
+    monkeypatch.setattr(processes, "family", lambda pid: pytest.fail("looked for"))
+    with subprocess.Popen([sys.executable, "-c", "sum(range(1_000_000))"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        found = accounting.of_job(Host(), process.pid, "")
+    assert found["pids"] == [process.pid]
+    assert found["cpu"]["usage_s"] > 0
+
+
+def test_a_process_goes_on_without_its_first_thread() -> None:
+    program = """
+import ctypes, subprocess, sys, threading
+child = subprocess.Popen(["sleep", "600"])
+def stay():
+    sys.stdin.read()
+    child.kill()
+threading.Thread(target=stay).start()
+print(flush=True)
+ctypes.CDLL(None).syscall(60, 0)
+"""
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while processes.stat(process.pid)[0] != "Z":
+            time.sleep(0.01)
+        found = accounting.of_job(Host(), process.pid, "")
+        process.kill()
+    os.kill(found["pids"][1], 9)
 
 
 def test_a_changed_file_is_told_of_once(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def usage(pid: int) -> TreeUsage:
     """The figures of a tree. One that has ended has no pids; a leader that nobody has waited for still has its time."""
     ticks = memory = largest = 0
     found = []
-    for member in processes.family(pid) or [pid]:
+    for member in [pid] if _exited(pid) else processes.family(pid) or [pid]:
         try:
             fields = processes.stat(member)
             with open(f"/proc/{member}/status", "rb") as file:
@@ -40,3 +40,14 @@ def usage(pid: int) -> TreeUsage:
         memory += int(fields[21]) * PAGE
         largest = max(largest, int(peak) * 1024)
     return TreeUsage(pids=tuple(found), cpu_s=ticks / TICKS, memory=memory, largest=largest)
+
+
+def _exited(pid: int) -> bool:
+    """Whether the process has: then its children are another's already, and looking for them among all processes of the
+    machine would be for nothing. A first thread that has ended before the others looks the same, but for their number.
+    """
+    try:
+        fields = processes.stat(pid)
+    except OSError:
+        return True
+    return fields[0] in "ZX" and int(fields[17]) <= 1
