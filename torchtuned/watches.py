@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from torchtuned import processes
+
+TURN_S = 0.05  # of ends in one turn of the loop: a thousand jobs may end together, and others wait for an answer
 
 
 class Watches:
@@ -21,6 +25,7 @@ class Watches:
         self._ended = ended
         self._pidfds: dict[str, int] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._untold: deque[str] = deque()
 
     def process(self, job_id: str, pidfd: int) -> None:
         """Follow the process that a pidfd stands for."""
@@ -59,10 +64,21 @@ class Watches:
     def close(self) -> None:
         for job_id in [*self._timers, *self._pidfds]:
             self.forget(job_id)
+        self._untold.clear()
 
     def _readable(self, job_id: str) -> None:
         self._close(job_id)
-        self._ended(job_id)
+        self._untold.append(job_id)
+        if len(self._untold) == 1:
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        until = time.monotonic() + TURN_S
+        while self._untold and time.monotonic() < until:
+            self._ended(self._untold[0])
+            self._untold.popleft()
+        if self._untold:
+            asyncio.get_running_loop().call_soon(self._tell)
 
     def _close(self, job_id: str) -> None:
         pidfd = self._pidfds.pop(job_id, None)
