@@ -157,6 +157,7 @@ def test_tuned_is_named_and_nobody_fights(both: Machine) -> None:
         f"for i in 1 2 3 4; do busctl call {MANAGER} Apply >/dev/null; sleep 2; tuned-adm verify; sleep 2; done;"
         " tuned-adm profile theirs; torchtuned apply; systemctl restart torchtuned; sleep 3"
     )
+    theirs(both)
     stop(both, job)
     both.check("touch /root/enough")
     wait_for(both, "test -e /root/seen.done")

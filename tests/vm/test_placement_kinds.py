@@ -59,6 +59,7 @@ def neighbours(ready: Machine) -> Iterator[Machine]:
 def test_nobody_beside_a_job_is_touched(neighbours: Machine, suite: str) -> None:
     machine = neighbours
     before, files = masks(machine), cpusets(machine)
+    assert "0-6" in files.values(), files
     alice = start(machine, "a", f"taskset -c 1 sleep 10006 & exec torchtuned-run --cpus 2 {JOB}", user="alice")
     bob = start(machine, "b", f"exec torchtuned-run --cpus 3 {JOB}", user="bob")
     assert not cpus_of(machine, alice) & cpus_of(machine, bob)
