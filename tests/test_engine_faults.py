@@ -165,6 +165,18 @@ def test_what_somebody_made_of_a_side_effect_between_two_values_of_ours_is_their
     assert desk.kernel.files == {**files, f"{CPUFREQ}/policy0/{EPP}": "power"}
 
 
+def test_a_side_effect_that_cannot_be_ours_is_somebodys(tmp_path: Path) -> None:
+    """Only `performance` means a preference; under another governor nobody but its user has changed that."""
+    files = policy(0, "amd-pstate-epp", "schedutil", governors="performance powersave schedutil", epp="balance_power")
+    desk = Desk(Kernel(files), tmp_path)
+    kill_at(desk, 3)
+    assert not survives(desk, lambda: desk.apply("[cpu]\ngovernor = powersave\n"))
+    assert desk.kernel.files[f"{CPUFREQ}/policy0/scaling_governor"] == "powersave"
+    desk.kernel.set(f"{CPUFREQ}/policy0/{EPP}", "power")
+    desk.undo()
+    assert desk.kernel.files == {**files, f"{CPUFREQ}/policy0/{EPP}": "power"}
+
+
 REFUSALS = {
     errno.EPERM: Outcome.DENIED,
     errno.EACCES: Outcome.DENIED,

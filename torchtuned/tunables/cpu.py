@@ -59,12 +59,13 @@ class Governor(PolicyKnob):
         return read_words(host, f"{self.folder}/scaling_available_governors")
 
     def companions(self, host: Host, value: str) -> tuple[Companion, ...]:
-        found = []
+        found, before = [], self.read(host)
         preference = f"{self.folder}/{EPP}"
         if host.exists(preference):  # amd-pstate leaves it at "performance" when the governor goes back
-            after = "performance" if value == "performance" else None
-            found.append(Companion(path=preference, original=host.read(preference), after=after, apart=True))
-        if self.read(host) == "userspace":
+            now = host.read(preference)
+            after = value if value == "performance" else None if before == "performance" else now
+            found.append(Companion(path=preference, original=now, after=after, apart=True))
+        if before == "userspace":
             speed = f"{self.folder}/scaling_setspeed"
             found.append(Companion(path=speed, original=host.read(speed), fades=True))
         return tuple(found)
