@@ -72,7 +72,6 @@ OTHERS = (
     ("/sys/firmware/acpi/platform_profile", "low-power"),
     ("/sys/block/sda/queue/scheduler", "kyber"),
     ("/sys/block/sda/queue/read_ahead_kb", "64"),
-    ("/proc/sys/vm/min_free_kbytes", "90000"),
 )
 """What others write. None of it is a value of ours: nobody could tell those apart."""
 
