@@ -348,6 +348,35 @@ def test_adoption(bench: Callable[..., Bench]) -> None:
     asyncio.run(story())
 
 
+def test_jobs_that_ended_while_no_daemon_ran_are_written_off_at_once(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, written = bench(), []
+
+    async def first() -> None:
+        for _ in range(5):
+            await one.register(cpus="1", shared=True)
+
+    play(one, first)
+    for child in one.children:
+        child.kill()
+        child.wait()
+    second = Jobs(one.table.path)
+    again = Manager(one.host, second, one.policy, one.pid1, one.view, lent=one.lent, jobs_active=lambda active: None)
+    again.topology = one.manager.topology
+    save = second._save
+    monkeypatch.setattr(second, "_save", lambda: written.append(len(second)) or save())
+
+    async def story() -> None:
+        await again.adopt()
+        await asyncio.sleep(0)
+        assert written == [0]
+        await again.close()
+
+    asyncio.run(story())
+    assert json.loads(second.path.read_text())["jobs"] == []
+
+
 def test_pid1_that_does_not_answer_is_asked_again(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "RETRY_S", 0.01)
     one = bench()

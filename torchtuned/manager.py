@@ -210,7 +210,7 @@ class Manager:
             pidfd = processes.reopen(job.process)
             there = bool(job.scope) and (live is None or job.scope in live)
             if pidfd is None and not there:
-                self.jobs.drop(job.id)
+                self.jobs.drop(job.id, soon=asyncio.get_running_loop().call_soon)
                 log.info("job %s ended while no daemon ran", job.id)
                 continue
             if pidfd is not None:
