@@ -202,6 +202,21 @@ def test_reassert_writes_again_what_hotplug_or_resume_lost(desk: Callable[..., D
     assert governors(made) == {"policy0": "ondemand"}
 
 
+def test_what_is_offline_is_given_back_when_it_is_there_again(desk: Callable[..., Desk]) -> None:
+    """However often others that come and go have it tried meanwhile, as while CPUs are switched off and on."""
+    made = desk(policy(0, "acpi-cpufreq", "ondemand"), policy(1, "acpi-cpufreq", "schedutil"))
+    made.apply("[cpu]\ngovernor = performance\n")
+    made.kernel.online(1, back=False)
+    for _ in range(5):
+        row = made.apply("")["cpu/policy1/governor"]
+        assert row.reason == "cannot give back schedutil: its CPUs are offline; undo again later"
+    made.restart()
+    made.kernel.online(1, back=True)
+    made.apply("", only=["cpu"], reassert=True)
+    assert governors(made) == {"policy0": "ondemand", "policy1": "schedutil"}
+    assert made.ledger() == []
+
+
 BOOST = f"{CPUFREQ}/boost"
 
 

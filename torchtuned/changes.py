@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torchtuned.deadline import Deadline, Hung, StillHung
-from torchtuned.errors import Failed, HostError, Missing, Refused
+from torchtuned.errors import Failed, HostError, Missing, Refused, Unreadable
 from torchtuned.host import Host
 from torchtuned.ledger import Ledger
 from torchtuned.policy import Companion, Entry, Outcome, Row, State
@@ -228,6 +228,9 @@ class Changes:
             reason = f"nothing to give back, the device went away with its value: {missing.what}"
             return row_of(entry, UNKNOWN, Outcome.UNSUPPORTED, reason), None
         except HostError as error:
+            if isinstance(error, Unreadable) and error.errno == errno.EBUSY:  # offline or asleep: it has yet to be tried
+                reason = f"cannot give back {entry.original}: {error.what}; undo again later"
+                return row_of(entry, UNKNOWN, Outcome.FAILED, reason), _begun(entry)
             outcome = Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED
             return self._once_more(entry, knob, UNKNOWN, outcome, error.what)
         if after == entry.original:
