@@ -301,6 +301,20 @@ def test_one_user_cannot_fill_the_table(bench: Callable[..., Bench], monkeypatch
     play(one, story)
 
 
+def test_one_user_cannot_make_the_table_large(bench: Callable[..., Bench]) -> None:
+    """It is written on every change: with a thousand jobs of 4,096 ranks each that were 770 MB."""
+    one = bench()
+
+    async def story() -> None:
+        for _ in range(6):
+            await one.register(shared=True, ranks=4096)
+        with pytest.raises(Busy, match="too many words or ranks"):
+            await one.register(shared=True, ranks=4096)
+        assert 4 << 20 <= one.table.path.stat().st_size < 6 << 20
+
+    play(one, story)
+
+
 def test_strangers(bench: Callable[..., Bench]) -> None:
     one = bench()
 

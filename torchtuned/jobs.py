@@ -143,6 +143,10 @@ class Jobs:
     def of_user(self, uid: int) -> int:
         return sum(job.process.uid == uid for job in self._jobs.values())
 
+    def bytes_of(self, uid: int) -> int:
+        """How much of the file a user's jobs are."""
+        return sum(len(self._lines[job.id]) for job in self._jobs.values() if job.process.uid == uid)
+
     def new_id(self) -> str:
         job_id, self._next = str(self._next), self._next + 1
         return job_id

@@ -37,6 +37,7 @@ POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits 
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
 LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
 JOBS_PER_USER = 1024
+BYTES_PER_USER = 4 << 20  # of the table of jobs, which is written on every change: a grant of 4,096 ranks has 750 KB
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +98,8 @@ class Manager:
                 if uid not in (0, seen.process.uid):
                     raise NotAuthorized(f"process {seen.process.pid} belongs to uid {seen.process.uid}, not {uid}")
                 await self._adopting.look(self.topology)  # this daemon was stopped, or the machine too busy, for some
-                if self.jobs.of_user(seen.process.uid) >= JOBS_PER_USER:
-                    raise Busy(f"uid {seen.process.uid} has {JOBS_PER_USER} jobs already", hint="wait until some end")
+                if full := self._full(seen.process.uid):
+                    raise Busy(full, hint="wait until some end")
                 self._replace_earlier(seen.process)
                 job = self._new(request, seen)
                 self.jobs.put(job)
@@ -238,8 +239,8 @@ class Manager:
         known = [job for job in self.jobs if job.process == found.process]
         if any(job.state is State.RUNNING or job.id in self._committing for job in known):
             return True
-        mine = self.jobs.of_user(found.process.uid) < JOBS_PER_USER
-        pidfd = processes.reopen(found.process) if mine and found.grant is not None else None
+        room = not self._full(found.process.uid)
+        pidfd = processes.reopen(found.process) if room and found.grant is not None else None
         if pidfd is None or found.grant is None:
             return True
         taken = {gpu for job in self.jobs if job.grant and job not in known for gpu in job.grant.gpus}
@@ -364,6 +365,13 @@ class Manager:
         starting = any(job.id in self._committing for job in self.jobs)
         self._jobs_active(starting or any(job.state is State.RUNNING for job in self.jobs))
         self._pid1.watch_scopes(wanted=starting or any(job.scope for job in self.jobs))
+
+    def _full(self, uid: int) -> str:
+        """Why a user can have no further job, "" while there is room."""
+        if self.jobs.of_user(uid) >= JOBS_PER_USER:
+            return f"uid {uid} has {JOBS_PER_USER} jobs already"
+        large = self.jobs.bytes_of(uid) >= BYTES_PER_USER
+        return f"uid {uid} has jobs of too many words or ranks already" if large else ""
 
     def _replace_earlier(self, process: Process) -> None:
         """A wrapper that asks again did not hear our answer; its first grant must not stand beside the second."""
