@@ -87,6 +87,16 @@ def test_indexes_as_torch_reads_them(text: str) -> None:
     assert indexes(text) == wanted
 
 
+def test_what_others_may_see_of_an_entry_is_short_and_spelt_out() -> None:
+    """It becomes a warning of the job, which everybody may read, root on a terminal among them."""
+    longest = [f"{start}{rest}" for start in ("", "GPU-", "MIG-") for rest in ("x\x1b[2J\u202e", "x" * 60000)]
+    for entry in longest:
+        found = cuda.meaning(entry, None, ALIKE)
+        text = found.note + found.reason
+        assert text.isprintable()
+        assert 0 < len(text) < 200
+
+
 def test_a_cut_list_is_said() -> None:
     assert cuda.meaning("1,x,2", None, ALIKE).note == "CUDA stops at 'x'"
     assert cuda.meaning("3,9", None, ALIKE).note == "CUDA stops at 9: there are 4 GPUs"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torchtuned.topology import NVIDIA, Gpu, pci_key
 
 PCI_ORDER = "PCI_BUS_ID"
+LONGEST = 64  # of an entry that a message shows; a MIG device's has up to 60
 # A GPU held by one of these is somebody else's, a virtual machine's
 AWAY = frozenset({"vfio-pci", "pci-stub", "xen-pciback", "pciback"})
 
@@ -108,9 +109,14 @@ def _indexes(visible: str) -> tuple[list[int], str]:
             return [], f"{index} is named twice, and CUDA then sees no GPU"
         if index < 0:
             rest = entry.strip()
-            return found, f"CUDA stops at {rest!r}" if rest not in ("", "-1") else ""
+            return found, f"CUDA stops at {_shown(rest)}" if rest not in ("", "-1") else ""
         found.append(index)
     return found, ""
+
+
+def _shown(entry: str) -> str:
+    """An entry in quotes, as all may see it: what is odd in it spelt out, and no more of it than of a UUID."""
+    return repr(entry if len(entry) <= LONGEST else f"{entry[: LONGEST - 3]}...")
 
 
 def _prefixed(visible: str, prefix: str) -> list[str]:
@@ -137,9 +143,9 @@ def _by_uuid(entries: Sequence[str], gpus: Sequence[Gpu]) -> Meaning:
         fits = [gpu.address for gpu in gpus if gpu.uuid.startswith(entry)]
         if len(fits) != 1:
             fault = "no GPU has this UUID" if not fits else f"{len(fits)} GPUs fit"
-            return Meaning(gpus=tuple(chosen), note=f"CUDA stops at {entry}: {fault}")
+            return Meaning(gpus=tuple(chosen), note=f"CUDA stops at {_shown(entry)}: {fault}")
         if fits[0] in chosen:
-            return Meaning(gpus=(), note=f"{entry} is a GPU named before, and CUDA then sees no GPU")
+            return Meaning(gpus=(), note=f"{_shown(entry)} is a GPU named before, and CUDA then sees no GPU")
         chosen.append(fits[0])
     return Meaning(gpus=tuple(chosen))
 
@@ -156,5 +162,5 @@ def _by_mig(entries: Sequence[str], gpus: Sequence[Gpu]) -> Meaning:
     else:
         fits = [gpu.address for gpu in gpus if entry in gpu.mig]
     if len(fits) != 1:
-        return Meaning(gpus=None, mig=(entry,), note=note, reason=f"no GPU here is known to have {entry}")
+        return Meaning(gpus=None, mig=(entry,), note=note, reason=f"no GPU here is known to have {_shown(entry)}")
     return Meaning(gpus=(fits[0],), mig=(entry,), note=note)
