@@ -132,7 +132,7 @@ def test_a_job_runs_by_affinity_when_pid1_does_not_make_its_scope(
         other.register()  # the daemon answers others meanwhile and afterwards
 
 
-@pytest.mark.parametrize("sign", ["\0", "\ud800", "\n", "\x1b[31m"])
+@pytest.mark.parametrize("sign", ["\0", "\ud800", "\n", "\x1b[31m", "\u202e", "\u2028"])
 def test_a_command_that_the_bus_would_not_carry_is_refused(
     bus: PrivateBus, services: Fake, daemon: Start, tree: Path, sign: str
 ) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_WORDS, MAX_LENGTH = 64, 256
+TURNS = "\u061c\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number"}
 
 
@@ -196,8 +197,10 @@ def request_from_json(document: object) -> Request:
 
 
 def _is_control(sign: str) -> bool:
-    """C0 and C1 controls, and halves of surrogate pairs, which no text outside of JSON can hold."""
-    return sign < " " or "\x7f" <= sign <= "\x9f" or "\ud800" <= sign <= "\udfff"
+    """C0 and C1 controls, ends of lines and what turns the direction of writing, which would show a word other than it
+    is, and halves of surrogate pairs, which no text outside of JSON can hold.
+    """
+    return sign < " " or "\x7f" <= sign <= "\x9f" or "\ud800" <= sign <= "\udfff" or sign in TURNS
 
 
 def _gpus(value: object) -> tuple[str, ...] | int | None:
