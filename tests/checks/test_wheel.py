@@ -257,6 +257,37 @@ def test_root_runs_an_interpreter_as_its_owner(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "tool/who").read_text() == "65534 65534  1\n"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_root_runs_as_the_user_who_could_exchange_an_interpreter(tmp_path: Path) -> None:
+    """Whose file it is says little where the folder is somebody else's: it may be another's a moment later."""
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    python = tmp_path / "mine/tool/python"
+    python.parent.mkdir(parents=True)
+    who = tmp_path / "mine/who"
+    python.write_text(f"#!/bin/sh\nid -u > {who}\n")
+    python.chmod(0o755)
+    os.chown(tmp_path / "mine", 65534, 65534)
+    (tmp_path / "link").symlink_to(python)
+    for named in (python, tmp_path / "link"):
+        assert find(named) is None
+        assert who.read_text() == "65534\n"
+        who.unlink()
+    for change in (lambda: os.chown(python, 1, 1), lambda: os.chown(python.parent, 1, 1)):
+        change()
+        with pytest.raises(PermissionError, match="several users can change it"):
+            find(python)
+        os.chown(python, 0, 0)
+    os.chown(python.parent, 0, 0)
+    os.chown(tmp_path / "mine", 0, 0)
+    for mode in (0o777, 0o775):
+        os.chown(python.parent, 0, 65534)
+        python.parent.chmod(mode)
+        with pytest.raises(PermissionError, match="several users can change it"):
+            find(python)
+    assert not who.exists()
+
+
 def test_an_interpreter_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "DEADLINE_S", 0.3)
     python = tmp_path / "python"

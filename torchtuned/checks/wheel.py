@@ -7,10 +7,12 @@ runs as the interpreter's owner.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pwd
 import re
+import stat
 import subprocess
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -284,11 +286,13 @@ def _target(machine: Machine, python: str) -> str:
 
 
 def _asked(python: str) -> list[str]:
-    """The interpreter's own search path. Run as its owner when we are root: it is that user's program, and gets none of
-    root's groups, variables or terminal (into which it could type)."""
-    owner = os.lstat(python).st_uid or os.stat(python).st_uid  # root's link may lead to a user's program
+    """The interpreter's own search path. When we are root it is run as the user to whom it belongs: it is that user's
+    program, and gets none of root's groups, variables or terminal (into which it could type). PermissionError.
+    """
+    python = os.path.join(os.path.realpath(os.path.dirname(python)), os.path.basename(python))
     who: dict[str, object] = {}
-    if os.geteuid() == 0 and owner != 0:
+    # root's link may lead to a user's program
+    if os.geteuid() == 0 and (owner := _owner(python) or _owner(os.path.realpath(python))):
         who = {"user": owner, "group": _group(owner), "extra_groups": [], "env": {"PATH": os.defpath}}
     done = subprocess.run(  # type: ignore[call-overload]
         [python, "-c", ASK],
@@ -303,6 +307,28 @@ def _asked(python: str) -> list[str]:
         **who,
     )
     return str(done.stdout).splitlines()
+
+
+def _owner(path: str) -> int:
+    """The one user who, beside root, can change what a path leads to; 0 where only root can. The folders above it are
+    no links. PermissionError where several users can: one could have a program of his run as another, or as root.
+
+    They are looked at from the top: what is exchanged meanwhile is exchanged by who is known by then.
+    """
+    owner = 0
+    for place in (*reversed(Path(path).parents), Path(path)):
+        found = os.lstat(place)
+        owner = owner or found.st_uid
+        link = stat.S_ISLNK(found.st_mode)
+        shared = 0 if link or found.st_mode & stat.S_ISVTX else found.st_mode
+        if (
+            found.st_uid not in (0, owner)
+            or shared & stat.S_IWOTH
+            or (shared & stat.S_IWGRP and found.st_gid not in (0, _group(owner)))
+            or (link and place != Path(path))
+        ):
+            raise PermissionError(errno.EPERM, "several users can change it; check as the one whose it is", str(place))
+    return owner
 
 
 def _group(user: int) -> int:
