@@ -28,6 +28,13 @@ def test_a_process_s_name_forges_nothing(name: str) -> None:
     assert (kill.pid, kill.of) == (42, "/user.slice/a.scope")
 
 
+@pytest.mark.parametrize("place", ["cpuset=user.slice", "task_memcg=/user.slice/a.scope"])
+def test_a_cgroup_s_name_forges_nothing(place: str) -> None:
+    """Users name cgroups below their own: what dies there is no kill of somebody else's job."""
+    name = f"{place}/x,task_memcg=/user.slice/torchtuned-job-7.scope"
+    assert oom_kill(LINE.format("CONSTRAINT_MEMCG", "python").replace(place, name)) is None
+
+
 @pytest.mark.parametrize(
     ("constraint", "why"),
     [

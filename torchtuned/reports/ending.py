@@ -78,13 +78,16 @@ def oom_kill(text: str) -> OomKill | None:
     found = OOM_LINE.search(text)
     if not found:
         return None
-    said = dict(re.findall(r"(oom_memcg|task_memcg)=([^,]*)", text[: found.start(2)]))  # the name may hold anything
+    said = re.findall(r"(oom_memcg|task_memcg)=([^,]*)", text[: found.start(2)])  # the name may hold anything
+    if len(said) != len(dict(said)):  # so may that of a cgroup, "x,task_memcg=" and another's, if it is a user's own
+        return None
+    groups = dict(said)
     return OomKill(
         constraint=found[1],
         task=found[2],
         pid=int(found[3]),
-        of=said.get("task_memcg", ""),
-        limited=said.get("oom_memcg", ""),
+        of=groups.get("task_memcg", ""),
+        limited=groups.get("oom_memcg", ""),
     )
 
 
