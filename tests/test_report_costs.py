@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,28 @@ def test_one_timer_for_all_jobs(setting: Setting) -> None:
             one = job()
             setting.reports.job_added(Job(**{**vars(one), "id": str(number), "scope": ""}))
         assert list(setting.reports._timers) == ["read"]
+        await setting.reports.close()
+
+    asyncio.run(live())
+
+
+def test_a_clock_that_is_set_back_spoils_no_report(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour, say: what is read afterwards is newer than what was read before, and no job ends before its start."""
+    real = time.time_ns
+
+    async def live() -> None:
+        setting.reports.job_added(Job(**{**vars(job()), "since": real() // 1000}))
+        await setting.reports._read_all()
+        monkeypatch.setattr(time, "time_ns", lambda: real() - 3600 * 10**9)
+        (setting.tree / BASE / "cpu.stat").write_text("usage_usec 7000000\n")
+        await setting.reports._read_all()
+        (setting.tree / BASE / "cpu.stat").write_text("usage_usec 9000000\n")
+        setting.reports.leader_ended(job())
+        setting.reports.job_removed(job())
+        found = await written(setting)
+        assert found["measured"]["cpu"]["usage_s"] == 9.0
+        assert found["measured"]["complete"]
+        assert 0 <= found["seconds"] < 60
         await setting.reports.close()
 
     asyncio.run(live())

@@ -1,6 +1,7 @@
 """The account of one job: what it got, what was read of it last, and the report that is made of both.
 
-Times are microseconds after 1970; 0 stands for not yet.
+Times are microseconds after 1970; 0 stands for not yet. What comes after what, and how long it took, is told by ticks,
+the microseconds since the boot: an administrator or NTP may set the clock back.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ MOST_FINDINGS = 40  # of one job: the newest are kept
 @dataclass(kw_only=True)
 class Record:
     """One job: `around` are the out-of-memory counts of the cgroups above it when it started, `figures` the last
-    reading and `read_at` when that was begun. `left_at`: when its first process had exited. `exit` is what its parent
-    told. Times in microseconds after 1970, 0 for not yet.
+    reading and `read_at` when that was. `left_at`: when its first process had exited. `exit` is what its parent told.
+    Ticks: `begun`, of the job; `read`, when the last reading was begun; `left` as `left_at`; `over`, its end; `seen`.
     """
 
     job: Job
@@ -46,6 +47,11 @@ class Record:
     pids: set[int] = field(default_factory=set)
     findings: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
     looked_at: int = 0
+    begun: int = 0
+    read: int = 0
+    left: int = 0
+    over: int = 0
+    seen: int = 0
 
     def see(self, found: Iterable[Finding], when: int) -> None:
         """Keep what is wrong with the host, or with the job itself, and felt by this job: since when, and until when
@@ -53,7 +59,7 @@ class Record:
         grant = self.job.grant
         if self.ended or grant is None:
             return
-        self.looked_at = when
+        self.looked_at, self.seen = when, ticks()
         for finding in found:
             if finding.concerns(self.job.id, cpus=grant.cpus, gpus=grant.gpus):
                 key = (finding.code, finding.title, " ".join(finding.about))
@@ -80,7 +86,7 @@ class Record:
         """Keep a reading, unless there was nothing left to read, or a later one is here already: readings are made
         in threads, and the last one, when the leader has exited, is not. Call it on the loop.
         """
-        if not figures or self.ended or begun < max(self.read_at, self.left_at):
+        if not figures or self.ended or begun < max(self.read, self.left):
             return
         if oom_kills(figures) > oom_kills(self.figures):
             self.oom_at = self.oom_at or now()
@@ -88,7 +94,7 @@ class Record:
             self.pids |= set(figures.pop("pids"))
             for group, name in (("cpu", "usage_s"), ("memory", "largest_peak")):  # who ended took theirs along
                 figures[group][name] = max(figures[group][name], self.figures.get(group, {}).get(name, 0))
-        self.figures, self.read_at = figures, begun
+        self.figures, self.read, self.read_at = figures, begun, now()
 
     def document(self, boot: str) -> dict[str, Any]:
         """The report as it stands. `boot` is the id of this boot of the machine."""
@@ -104,7 +110,7 @@ class Record:
             "state": "ended" if self.ended else "running",
             "started": self.name.started,
             "ended": self.ended or None,
-            "seconds": round(((self.ended or now()) - self.name.started) / 1e6, 3),
+            "seconds": round(((self.over or ticks()) - self.begun) / 1e6, 3),
             "cgroup": self.cgroup,
             "granted": {
                 "cpus": format_list(grant.cpus) if grant else "",
@@ -129,7 +135,7 @@ class Record:
         """The last reading, and whether it saw the whole of the job."""
         if not self.figures:
             return {}
-        whole = bool(self.ended) and bool(self.left_at) and self.read_at >= self.left_at
+        whole = bool(self.ended) and bool(self.left) and self.read >= self.left
         return {**self.figures, "at": self.read_at, "complete": whole}
 
     def explained(self, host: Host, entries: list[Entry] | None, boot: str) -> dict[str, Any]:
@@ -188,6 +194,11 @@ def oom_kills(figures: Figures) -> int:
 def now() -> int:
     """Microseconds after 1970."""
     return time.time_ns() // 1000
+
+
+def ticks() -> int:
+    """Microseconds since the boot, those asleep among them."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
 
 
 def _with(measured: dict[str, Any], found: postmortem.Found) -> dict[str, Any]:

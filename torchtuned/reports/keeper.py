@@ -27,7 +27,7 @@ from torchtuned.jobs import Job, State
 from torchtuned.manager import View
 from torchtuned.reports import accounting, jobrecord, journal, postmortem
 from torchtuned.reports.inotify import Inotify
-from torchtuned.reports.jobrecord import Record, now
+from torchtuned.reports.jobrecord import Record, now, ticks
 from torchtuned.reports.store import Name, Store, find
 from torchtuned.reports.usage import Figures, GpuFigures
 from torchtuned.scopes import MOUNT
@@ -115,7 +115,7 @@ class Reports:
         self._shown.leader_ended(job)
         record = self._running.get(job.id)
         if record is not None:
-            record.left_at = now()
+            record.left_at, record.left = now(), ticks()
             self._read(record)
 
     def job_removed(self, job: Job) -> None:
@@ -123,7 +123,9 @@ class Reports:
         record = self._running.pop(job.id, None)
         if record is None:
             return
-        record.job, record.ended = job, record.left_at if record.left_at and not record.cgroup else now()
+        record.job, record.ended, record.over = job, now(), ticks()
+        if record.left_at and not record.cgroup:
+            record.ended, record.over = record.left_at, record.left
         record.released = not record.left_at and processes.lives(job.process)
         if self._inotify is not None:
             self._inotify.remove(job.id)
@@ -200,6 +202,7 @@ class Reports:
         left = self._open.pop((process.pid, process.start), {})
         started = int(left.get("started", started))
         record = Record(job=job, name=Name(started, int(job.id), process.uid))
+        record.begun = ticks() - max(0, now() - started)
         record.cgroup = accounting.cgroup_of(self._host, process.pid, job.scope)
         record.around = {str(path): int(count) for path, count in left.get("oom_kills_around", {}).items()}
         if not record.around:
@@ -248,7 +251,7 @@ class Reports:
                 if one is not None and one.state == "ok":
                     figures = record.gpus.setdefault(address, GpuFigures())
                     figures.add(one.utilization, one.memory_used, one.power, one.temperature)
-        if any(now() - record.looked_at > CHECK_S * 1e6 for record in records):
+        if any(not record.seen or ticks() - record.seen > CHECK_S * 1e6 for record in records):
             await self._see(records)
 
     async def _see(self, records: Sequence[Record]) -> None:
@@ -271,7 +274,7 @@ class Reports:
         record.take(*self._reading(record))
 
     def _reading(self, record: Record) -> tuple[Figures, int]:
-        begun = now()
+        begun = ticks()
         return accounting.of_job(self._host, record.job.process.pid, record.cgroup), begun
 
     # -- the end -----------------------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ class Found:
 
 
 def since(started: int, ended: int, oom_at: int) -> int:
-    """From when on the journal may explain an end; all in microseconds after 1970, `oom_at` 0 when there was none."""
-    return max(started, min(ended, oom_at or ended) - LOOK_BACK) - BEFORE
+    """From when on the journal may explain an end; all in microseconds after 1970, `oom_at` 0 when there was none. A
+    clock that was set back may have it end before its start."""
+    return max(min(started, ended), min(ended, oom_at or ended) - LOOK_BACK) - BEFORE
 
 
 def look(entries: Iterable[Entry], *, cgroup: str, scope: str, pids: frozenset[int], since: int) -> Found:
