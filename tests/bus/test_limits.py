@@ -142,6 +142,25 @@ def test_who_registers_a_lot_waits_for_himself(bus: PrivateBus, daemon: Start, t
         assert bus.get(ROOT, MANAGER, "Jobs") == 2
 
 
+def test_who_reads_reports_a_lot_waits_for_himself(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """Each time all of them are read from the disk, by the threads that look at whoever registers."""
+    one = daemon("--sysroot", tree)
+    one.wait_for("ready")
+    (one.state_dir / "reports").mkdir(parents=True)
+    for number in range(1, 201):
+        report = {"job": str(number), "started": number, "ended": 1, "words": ["x" * 100] * 50}
+        (one.state_dir / f"reports/{number:016d}-{number}-{USER}.json").write_text(json.dumps(report))
+    with bus.user(USER) as crowd, bus.user(OTHER) as job:
+        with ThreadPoolExecutor() as pool:
+            pending = pool.submit(crowd.do, "pending", "Reports", 120)
+            time.sleep(0.5)
+            begun = time.monotonic()
+            job.register({"shared": True})
+            took = time.monotonic() - begun
+            assert pending.result() > 20  # else nothing was shown
+        assert took < 1
+
+
 def test_a_table_that_takes_long_keeps_nobody_from_an_answer(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     """It is read before a place is given, in turn. With one that changes all the time, and a hundred calls of the same
     user, nobody else had an answer within ten seconds.

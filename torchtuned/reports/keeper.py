@@ -32,12 +32,14 @@ from torchtuned.reports.store import Name, Store, find
 from torchtuned.reports.usage import Figures, GpuFigures
 from torchtuned.scopes import MOUNT
 from torchtuned.tasks import Tasks
+from torchtuned.turns import Turns
 
 FIRST_S, EVERY_S = 10.0, 60.0  # the first reading of a job, and those after it
 CHECK_S = 290.0  # between two checks of the host while jobs run, of which none is newer
 ASKED_S = 3.0  # how long a report waits for a check of the host: a GPU that hangs takes longer
 SETTLE_S = 1.0  # from a job's end until the journal is read: PID 1 and systemd-oomd write after the fact
 CLOSE_S = 2.0  # at the end, for what is being looked at: a GPU may hang, and giving all values back comes after this
+WAITING = 128  # of one user's questions about reports, each of which reads up to all of them
 BURST_S = 1.0  # changes of memory.events within this are read once
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class Reports:
         self._open: dict[tuple[int, int], dict[str, Any]] = {}  # (pid, start) -> what an earlier daemon left unfinished
         self._inotify: Inotify | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks = Tasks()
+        self._turns, self._tasks = Turns(WAITING), Tasks()
         self._writing = asyncio.Lock()
         self._boot = host.text(BOOT_ID)
 
@@ -153,8 +155,12 @@ class Reports:
 
     async def report(self, uid: int, asked: str) -> dict[str, Any]:
         """The report of a job, running or ended, by its number or the report's name. NoSuchJob; of another user's
-        jobs only root learns that there are any.
+        jobs only root learns that there are any. Busy.
         """
+        async with self._turns.of(uid):
+            return await self._report(uid, asked)
+
+    async def _report(self, uid: int, asked: str) -> dict[str, Any]:
         record = self._running.get(asked) or next((one for one in self._ending if one.job.id == asked), None)
         if record is not None and uid in (0, record.job.process.uid):
             if not record.ended:
@@ -171,8 +177,11 @@ class Reports:
         return document
 
     async def reports(self, uid: int) -> list[dict[str, Any]]:
-        """All that a user may see, the newest first."""
+        """All that a user may see, the newest first. Busy."""
+        async with self._turns.of(uid):
+            return await self._reports(uid)
 
+    async def _reports(self, uid: int) -> list[dict[str, Any]]:
         def kept(names: Iterable[Name]) -> list[dict[str, Any]]:
             return [document for name in names if (document := self._store.read(name)) is not None]
 
