@@ -1,4 +1,4 @@
-"""Two and four training jobs at once on this machine: placed by nobody, torch's own tools, torchtuned, and by hand.
+"""One, two or four training jobs at once on this machine: placed by nobody, torch's own tools, torchtuned, and by hand.
 
 usage: python3 benchmarks/peers.py --python PYTHON-WITH-TORCH [--quick] [--rounds N] [--seconds S] [--jobs 2,4] [--json]
 
@@ -7,7 +7,7 @@ the rounds; the ratios are the medians of the rounds' own ratios, with the least
 way that does not work here (torchrun's --numa-binding needs GPUs and numactl, run_cpu a lscpu that it can read) is
 named with the reason and left out. By hand: the cores divided with taskset, and as many threads. Fewer cores than jobs
 are dealt round and round. On two idle cores it takes about five minutes; --quick, which only tries every way, one.
-Aims: torchtuned at least the best peer, and at least 0.95 of by hand.
+Aims: torchtuned at least the best peer, and at least 0.95 of by hand; with --jobs 1 at least 0.98 of a bare job.
 """
 
 from __future__ import annotations
@@ -23,14 +23,38 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from two_jobs import ENTRY, TRAIN, cores, samples
+from rounds import RUN, TOP, Bar, turns
 
+TRAIN = TOP / "examples/train.py"
 OURS, DEFAULT, HAND = "torchtuned-run", "default", "taskset by hand"
 TORCHRUN, RUN_CPU = "torchrun --numa-binding", "torch.backends.xeon.run_cpu"
 PEERS = (DEFAULT, TORCHRUN, RUN_CPU)
 Way = tuple[list[list[str]], str]
+
+
+def cores() -> list[str]:
+    """The cores this process may use, as CPU lists."""
+    found = []
+    mine = os.sched_getaffinity(0)
+    for cpu in sorted(mine):
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = topology.read_text().strip() if topology.exists() else str(cpu)
+        if siblings not in found:
+            found.append(siblings)
+    return found
+
+
+def samples(commands: list[list[str]], environ: dict[str, str], threads: str) -> float:
+    """Run the commands at the same time; the sum of their samples/s."""
+    environ = {**environ, **({"OMP_NUM_THREADS": threads} if threads else {})}
+    jobs = [subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) for words in commands]
+    total = 0.0
+    for job in jobs:
+        out = job.communicate()[0]
+        if job.returncode:
+            sys.exit(f"{job.args!r} ended with {job.returncode}")
+        total += float(out.splitlines()[-1].split()[1])
+    return total
 
 
 def parts(every: list[str], jobs: int) -> list[list[str]]:
@@ -54,7 +78,7 @@ def ways(python: str, run: list[str], jobs: int, seconds: float) -> dict[str, Wa
         DEFAULT: ([job] * jobs, ""),
         TORCHRUN: ([[*torchrun, *train]] * jobs, ""),
         RUN_CPU: ([[*rank, "--rank", str(number), *train] for number in range(jobs)], ""),
-        OURS: ([[*run, "--quiet", f"--cpus={each}", *job]] * jobs, ""),
+        OURS: ([[*run, f"--cpus={each}", *job]] * jobs, ""),
         HAND: ([["taskset", "-c", ",".join(share), *job] for share in shares], str(each)),
     }
 
@@ -70,33 +94,28 @@ def why_not(way: Way, environ: dict[str, str]) -> str:
     return said[-1] if said else f"it ended with {done.returncode}"
 
 
-def measure(options: argparse.Namespace, environ: dict[str, str], console: Console) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, environ: dict[str, str]) -> list[dict[str, Any]]:
     """One document for each number of jobs."""
-    run = [options.run] if options.run else ["/usr/bin/python3", "-I", "-c", ENTRY]
+    run = [options.run, "--quiet"] if options.run else RUN
     plans: dict[int, dict[str, Way]] = {n: ways(options.python, run, n, options.seconds) for n in options.jobs}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     documents = []
-    with Progress(*columns, console=console, transient=True) as progress:
-        for number, plan in plans.items():
-            bar = progress.add_task(f"{number} jobs: what works", total=len(plan))
-            missing: dict[str, str] = {}
+    for number, plan in plans.items():
+        missing: dict[str, str] = {}
+        with Bar(len(plan)) as bar:
             for name, way in plan.items():
+                bar.start(f"{number} jobs: does it work? {name}")
                 if reason := why_not(way, environ):
                     missing[name] = reason
-                progress.advance(bar)
-            names = [name for name in plan if name not in missing]
-            rates: dict[str, list[float]] = {name: [] for name in names}
-            progress.reset(bar, total=options.rounds * len(names))
-            for turn in range(options.rounds):
-                for step in range(len(names)):
-                    name = names[(turn + step) % len(names)]
-                    progress.update(bar, description=f"{number} jobs: {name}")
-                    rate = samples(plan[name][0], environ, plan[name][1])
-                    if not rate:
-                        sys.exit(f"{name}: not one step in {options.seconds:g} s; give it more --seconds")
-                    rates[name].append(rate)
-                    progress.advance(bar)
-            documents.append({"jobs": number, "samples_per_s": rates, "missing": missing, **ratios(rates)})
+        names = [name for name in plan if name not in missing]
+        rates: dict[str, list[float]] = {name: [] for name in names}
+        with Bar(options.rounds * len(names)) as bar:
+            for name in turns(names, options.rounds):
+                bar.start(f"{number} jobs: {name}")
+                rate = samples(plan[name][0], environ, plan[name][1])
+                if not rate:
+                    sys.exit(f"{name}: not one step in {options.seconds:g} s; give it more --seconds")
+                rates[name].append(rate)
+        documents.append({"jobs": number, "samples_per_s": rates, "missing": missing, **ratios(rates)})
     return documents
 
 
@@ -123,6 +142,8 @@ def show(document: dict[str, Any], every: list[str]) -> None:
     found = [by[name]["median"] for name in PEERS if name in by]
     if found:
         print(f"torchtuned / best peer: {min(found):.3f}  (aim 1)")
+    if document["jobs"] == 1 and DEFAULT in by:
+        print(f"torchtuned / bare:      {by[DEFAULT]['median']:.3f}  (aim 0.98)")
     if HAND in by:
         print(f"torchtuned / by hand:   {by[HAND]['median']:.3f}  (aim 0.95)")
 
@@ -146,7 +167,7 @@ def main() -> int:
         for name in list(environ):
             if name.startswith(("OMP_", "MKL_", "KMP_", "GOMP_")):
                 del environ[name]
-        documents = measure(options, environ, Console(stderr=True))
+        documents = measure(options, environ)
     if options.json:
         run: dict[str, Any] = {
             "schema": 1,

@@ -12,12 +12,11 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-TOP = Path(__file__).resolve().parents[1]
+from rounds import TOP, call_ms, quantile
+
 sys.path[:0] = [str(TOP), str(TOP / "tests")]
 
 from fakes.tree import machine_of, make_tree  # noqa: E402
@@ -30,21 +29,12 @@ from torchtuned.placement.grants import Grant, Request  # noqa: E402
 ROUNDS, JOBS = 200, 256
 
 
-def milliseconds(call: Callable[[], object], rounds: int) -> list[float]:
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1000)
-    return sorted(times)
-
-
 def main() -> None:
     print(f"{'CPUs':>5}  {'what':24}  {'median ms':>9}  {'p99 ms':>7}")
     for cpus in (64, 256, 1024, 4096):
         with tempfile.TemporaryDirectory() as folder:
             host = Host(make_tree(Path(folder), machine_of(cpus)))
-            rows = [("topology", milliseconds(partial(discover.topology, host), 10))]
+            rows = [("topology", call_ms(partial(discover.topology, host), 10))]
             found = discover.topology(host)
         jobs: list[Grant] = []
         for i in range(JOBS):
@@ -57,10 +47,9 @@ def main() -> None:
             ("place --gpus 16", Request(gpus=16)),
             ("place --gpus 16, socket", Request(gpus=16, policy="socket")),
         ):
-            rows.append((name, milliseconds(partial(place, found, jobs, request), ROUNDS)))
+            rows.append((name, call_ms(partial(place, found, jobs, request), ROUNDS)))
         for name, times in rows:
-            p99 = times[min(len(times) - 1, len(times) * 99 // 100)]
-            print(f"{cpus:5}  {name:24}  {statistics.median(times):9.2f}  {p99:7.2f}")
+            print(f"{cpus:5}  {name:24}  {statistics.median(times):9.2f}  {quantile(times, 0.99):7.2f}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import slow_train
+from rounds import Bar
 from slow_train import Pictures
 
 from torchtuned.torch import here, loader_args
@@ -199,11 +201,11 @@ def measure(one: Way, other: Way, rounds: int, tick: Callable[[], None], *, own_
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 1):
         for way, kept in ((one, times[0]), (other, times[1])):
+            tick()
             start = time.perf_counter()
             measured = way()
             if number:
                 kept.append(measured if own_clock else time.perf_counter() - start)
-            tick()
     low, middle, high = statistics.quantiles([a / b for a, b in zip(*times, strict=True)], n=4)
     return {
         "faulty_s": statistics.median(times[0]),
@@ -235,21 +237,11 @@ def main() -> int:
     torch.set_num_threads(1)  # but for the pairs about threads: two settings at once would measure neither
     everything = pairs()
     wanted = [max(2, rounds // 3) if row[0] == WHOLE else rounds for row in everything]
-    total, done = sum(2 * (count + 1) for count in wanted), 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if sys.stderr.isatty():
-            filled = 40 * done // total
-            print(f"\r[{'#' * filled}{'.' * (40 - filled)}] {done}/{total}", end="", file=sys.stderr, flush=True)
-
     rows: list[dict[str, Any]] = []
-    for (what, faulty, one, mended, other), count in zip(everything, wanted, strict=True):
-        figures = measure(one, other, count, tick, own_clock=what == WHOLE)
-        rows.append({"what": what, "faulty": faulty, "mended": mended, **figures})
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+    with Bar(sum(2 * (count + 1) for count in wanted)) as bar:
+        for (what, faulty, one, mended, other), count in zip(everything, wanted, strict=True):
+            figures = measure(one, other, count, partial(bar.start, what), own_clock=what == WHOLE)
+            rows.append({"what": what, "faulty": faulty, "mended": mended, **figures})
     if options.json:
         print(json.dumps({"schema": 1, "machine": machine(), "rounds": rounds, "rows": rows}, indent=2))
         return 0

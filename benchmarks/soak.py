@@ -14,20 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from startup import start_daemon  # which also puts the tests' folders on sys.path
+from daemon import daemon_on  # which also puts the tests' folders on sys.path
+from rounds import Bar
 
-from harness import PrivateBus, small_machine  # isort: skip
+from harness import small_machine  # isort: skip
 
 from torchtuned.client import MANAGER, ROOT, Client
 
@@ -89,8 +86,8 @@ def soak(pid: int, rounds: int, work: Callable[[Client, int], None], tick: Calla
                 if number == warm:
                     time.sleep(SETTLE_S)
                 samples.append(look(pid, number))
-            work(client, number)
             tick()
+            work(client, number)
     time.sleep(SETTLE_S)
     return [*samples, look(pid, rounds)]
 
@@ -113,30 +110,17 @@ def main() -> int:
     parser.add_argument("--mib", type=float, default=1.0, help="more memory than this is growth")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="torchtuned-soak-"))
-    folder.chmod(0o700)
-    bus = PrivateBus(folder)
-    daemon: subprocess.Popen[bytes] | None = None
     found: dict[str, list[Sample]] = {}
     took: dict[str, float] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        daemon = start_daemon(bus, small_machine(folder))
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            for name, rounds, work in (
-                ("register and release", options.jobs, register_and_release),
-                ("apply and undo", options.applies, apply_and_undo),
-            ):
-                bar = progress.add_task(name, total=rounds)
-                start = time.monotonic()
-                found[name] = soak(daemon.pid, rounds, work, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
-                took[name] = time.monotonic() - start
-    finally:
-        if daemon is not None:
-            daemon.kill()
-            daemon.wait()
-        bus.stop()
-        shutil.rmtree(folder)
+    with daemon_on(small_machine) as daemon:
+        for name, rounds, work in (
+            ("register and release", options.jobs, register_and_release),
+            ("apply and undo", options.applies, apply_and_undo),
+        ):
+            start = time.monotonic()
+            with Bar(rounds) as bar:
+                found[name] = soak(daemon.pid, rounds, work, partial(bar.start, name))
+            took[name] = time.monotonic() - start
     growth = {name: grown(samples, options.mib) for name, samples in found.items()}
     if options.json:
         rows = {name: [asdict(sample) for sample in samples] for name, samples in found.items()}
