@@ -42,15 +42,18 @@ def test_a_reserve_that_the_kernel_raises_with_them_goes_back(tmp_path: Path, be
     assert made.kernel.files == files
 
 
-def test_a_reserve_that_somebody_set_since_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["never", "always"])
+def test_a_reserve_that_somebody_set_since_stays(tmp_path: Path, then: str) -> None:
     made = Desk(Kernel({**FILES, RESERVE: "30000"}), tmp_path)
     made.apply("[memory]\ntransparent_hugepage = never\n")
     made.kernel.set(RESERVE, "90000")
+    made.apply(f"[memory]\ntransparent_hugepage = {then}\n")
     made.undo()
     assert made.kernel.files == {**FILES, RESERVE: "90000"}
 
 
-def test_a_reserve_of_the_policy_is_not_what_was_there_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_reserve_of_the_policy_is_not_what_was_there_before_it(tmp_path: Path, whole: bool) -> None:  # noqa: FBT001
     """Huge pages come first, so that what the policy wants of the reserve is in force after them."""
     made = Desk(Kernel({**FILES, f"{FOLDER}/enabled": "always madvise [never]", RESERVE: "30000"}), tmp_path)
     before = dict(made.kernel.files)
@@ -59,6 +62,11 @@ def test_a_reserve_of_the_policy_is_not_what_was_there_before_it(tmp_path: Path)
     assert made.kernel.files[RESERVE] == "50000"
     assert {row.outcome for row in made.verify(text).values()} == {Outcome.APPLIED}
     made.restart()
+    if whole:
+        made.apply(text.replace("always", "madvise"))
+        made.undo()
+        assert made.kernel.files == before
+        return
     made.undo("memory")
     assert made.kernel.files[RESERVE] == "50000"
     made.undo()

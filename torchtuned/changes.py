@@ -142,7 +142,7 @@ class Changes:
                 state=State.PENDING,
                 when=case.wish.when,
                 source=case.wish.source,
-                companions=_once_again(earlier.companions, companions),
+                companions=self._once_again(earlier.companions, companions),
             )
         return Entry(
             knob=knob.id,
@@ -154,6 +154,23 @@ class Changes:
             since=self.clock(),
             companions=companions,
         )
+
+    def _once_again(self, earlier: Iterable[Companion], now: Iterable[Companion]) -> tuple[Companion, ...]:
+        """The side effects of a knob that gets a second value of ours, as they are `now`: what is still ours has the
+        original from the first time, and is ours too until the knob is written; what somebody made of it since is
+        theirs.
+        """
+        found = {companion.path: companion for companion in now}
+        companions = []
+        for companion in earlier:
+            new = found.get(companion.path)
+            if new and not companion.fades:
+                if companion.after is None or new.original in (companion.after, companion.saved):
+                    companion = replace(new, original=companion.original, saved=new.original)
+                elif not self._is_knobs(new.path, new.original):
+                    companion = new
+            companions.append(companion)
+        return tuple(companions)
 
     def _write(self, case: Case, earlier: Entry | None, survey: Survey) -> tuple[Row, Entry | None]:
         """Try the targets in turn. Returns the row, and the entry to keep (None: the knob is as it was)."""
@@ -199,15 +216,19 @@ class Changes:
 
     def _afterwards(self, entry: Entry) -> tuple[Companion, ...]:
         def look() -> tuple[Companion, ...]:
+            found = [(companion, self.host.read(companion.path)) for companion in entry.companions]
             return tuple(
-                companion if companion.fades else replace(companion, after=self.host.read(companion.path))
-                for companion in entry.companions
+                one if one.fades or self._is_knobs(one.path, now) else replace(one, after=now) for one, now in found
             )
 
         try:
             return self.deadline.run(entry.knob, look) if entry.companions else ()
         except (HostError, Hung):
             return entry.companions
+
+    def _is_knobs(self, path: str, now: str) -> bool:
+        """Whether a side effect has a value that another knob of ours, of that very file, was given."""
+        return any(entry.ours(now) and self._path(entry) == path for entry in self.ledger.entries.values())
 
     def _restore(self, entry: Entry, hanging: Hanging) -> tuple[Row, Entry | None]:
         """Give one knob back. Returns the row, and the entry if it has to be tried again."""
@@ -228,7 +249,9 @@ class Changes:
             reason = f"nothing to give back, the device went away with its value: {missing.what}"
             return row_of(entry, UNKNOWN, Outcome.UNSUPPORTED, reason), None
         except HostError as error:
-            if isinstance(error, Unreadable) and error.errno == errno.EBUSY:  # offline or asleep: it has yet to be tried
+            if (
+                isinstance(error, Unreadable) and error.errno == errno.EBUSY
+            ):  # offline or asleep: it has yet to be tried
                 reason = f"cannot give back {entry.original}: {error.what}; undo again later"
                 return row_of(entry, UNKNOWN, Outcome.FAILED, reason), _begun(entry)
             outcome = Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED
@@ -368,21 +391,6 @@ def _handed_on(companion: Companion, entry: Entry) -> Companion:
     if companion.original == entry.original:
         return companion
     return replace(companion, original=entry.original, saved=companion.original)
-
-
-def _once_again(earlier: Iterable[Companion], now: Iterable[Companion]) -> tuple[Companion, ...]:
-    """The side effects of a knob that gets a second value of ours, as they are `now`: what is still ours has the
-    original from the first time, and is ours too until the knob is written; what somebody made of it since is theirs.
-    """
-    found = {companion.path: companion for companion in now}
-    companions = []
-    for companion in earlier:
-        new = found.get(companion.path)
-        if new and not companion.fades:
-            ours = companion.after is None or new.original in (companion.after, companion.saved)
-            companion = replace(new, original=companion.original, saved=new.original) if ours else new
-        companions.append(companion)
-    return tuple(companions)
 
 
 def _inherited(companions: Iterable[Companion], earlier: Iterable[Companion]) -> tuple[Companion, ...]:
