@@ -28,10 +28,9 @@ FILES = {
     "/proc/sys/vm/dirty_bytes": "0",
     "/proc/sys/vm/dirty_ratio": "20",
     "/proc/sys/net/core/somaxconn": "128",
-    **policy(
-        0, "amd-pstate-epp", "powersave", governors="performance powersave schedutil ondemand", epp="balance_power"
-    ),
-    **policy(1, "intel_pstate", "powersave", governors="performance powersave schedutil ondemand", epp="balance_power"),
+    **policy(0, "amd-pstate-epp", "powersave", governors="performance powersave schedutil", epp="balance_power"),
+    **policy(1, "intel_pstate", "powersave", governors="performance powersave schedutil", epp="balance_power"),
+    **policy(2, "acpi-cpufreq", "userspace"),
     f"{CPUFREQ}/policy0/boost": "1",
     f"{CPUFREQ}/policy1/boost": "0",
     "/sys/firmware/acpi/platform_profile": "balanced",
@@ -51,7 +50,7 @@ TEXTS = (
     f"[cpu]\n{PREFER} @jobs\n[sysctl]\nvm.dirty_ratio = 40\nnet.core.somaxconn = >=2048 @jobs\n",
     "[cpu]\nboost = off\nplatform_profile = performance @jobs\n[memory]\ntransparent_hugepage = madvise @jobs\n"
     "[block:a]\ndevice = sda\nread_ahead_kb = >=4096\nscheduler = mq-deadline @jobs\n",
-    "[cpu]\nboost = off\ngovernor = ondemand\n[memory]\ntransparent_hugepage = always\n",
+    "[cpu]\nboost = off\ngovernor = ondemand|performance\n[memory]\ntransparent_hugepage = always\n",
     "[cpu]\nboost = off @jobs\nplatform_profile = performance\ngovernor = performance\n"
     "[block:a]\ndevice = sda\nread_ahead_kb = 1024\nscheduler = bfq|mq-deadline\n",
     "[cpu]\ngovernor = keep\n",
