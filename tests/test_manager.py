@@ -539,6 +539,29 @@ def test_a_changed_machine_serves_the_queue_and_ends_what_never_fits(bench: Call
     play(one, story)
 
 
+def test_a_queue_that_takes_long_is_not_tried_at_every_end(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two hundred jobs that wait inside of another, each end of a job took the daemon a fifth of a second."""
+    monkeypatch.setattr(manager, "SERVE_S", -1.0)  # as if it had taken a second more
+    monkeypatch.setattr(manager, "SERVE_REST", 0.5)
+    one, tried = bench(), []
+
+    async def story() -> None:
+        holder = await one.register(cpus="all")
+        waiting = await one.register(cpus="all", wait=0)
+        grant = one.manager._places.grant
+        monkeypatch.setattr(one.manager._places, "grant", lambda job, *rest: tried.append(job.id) or grant(job, *rest))
+        for _ in range(10):
+            job = await one.register(shared=True)
+            await one.manager.release(UID, job.id)
+        assert tried.count(waiting.id) <= 2
+        await one.manager.release(UID, holder.id)
+        await one.settle(lambda: one.state(waiting) is State.GRANTED)
+
+    play(one, story)
+
+
 def test_a_gpu_that_a_stranger_computes_on_is_waited_for(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ COMMIT_S = 10.0  # how long a grant waits for its Commit
 POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
 LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
+SERVE_S, SERVE_REST = 0.02, 4  # serving the queue: what it may take, and times the rest to wait after it
 JOBS_PER_USER = 1024
 BYTES_PER_USER = 4 << 20  # of the table of jobs, which is written on every change: a grant of 4,096 ranks has 750 KB
 
@@ -76,6 +77,7 @@ class Manager:
         self._watches = Watches(self._leader_ended)
         self._places = Places(jobs, policy, self._confiner, lent, lives=self._watches.lives)
         self._polling = False
+        self._serving, self._served = False, 0.0  # whether the queue is to be served later; until when that rests
         self._committing: set[str] = set()
         self._adopting = Adopting(host, jobs, self._adopt_one)
         self._turns, self._tasks = Turns(JOBS_PER_USER), Tasks()
@@ -282,7 +284,27 @@ class Manager:
         return self._places.grant_or_queue(job, self.topology, seen)
 
     def _serve_queue(self) -> None:
-        """Give what is free to those who wait, first come first served in each of the two queues."""
+        """Give what is free to those who wait: now, or, when that took long the last time, after a rest. A user may
+        have a thousand wait inside of a job, each of which is tried, and start and end others all the time.
+        """
+        if self._serving:
+            return
+        rest = self._served - time.monotonic()
+        if rest > 0:
+            self._serving = True
+            self._tasks.spawn(self._serve_after(rest))
+            return
+        begun = time.thread_time()
+        self._serve()
+        self._served = time.monotonic() + SERVE_REST * max(0.0, time.thread_time() - begun - SERVE_S)
+
+    async def _serve_after(self, rest: float) -> None:
+        await asyncio.sleep(rest)
+        self._serving = False
+        self._serve_queue()
+
+    def _serve(self) -> None:
+        """First come first served in each of the two queues."""
         full: set[bool] = set()
         for waiting in [job for job in self.jobs if job.state is State.QUEUED]:
             job, around = self.jobs.get(waiting.id), self._places.around(waiting.id)
