@@ -68,17 +68,18 @@ class Watches:
 
     def _readable(self, job_id: str) -> None:
         self._close(job_id)
-        self._untold.append(job_id)
-        if len(self._untold) == 1:
+        if not self._untold:
             asyncio.get_running_loop().call_soon(self._tell)
+        self._untold.append(job_id)
 
     def _tell(self) -> None:
         until = time.monotonic() + TURN_S
-        while self._untold and time.monotonic() < until:
-            self._ended(self._untold[0])
-            self._untold.popleft()
-        if self._untold:
-            asyncio.get_running_loop().call_soon(self._tell)
+        try:
+            while self._untold and time.monotonic() < until:
+                self._ended(self._untold.popleft())
+        finally:
+            if self._untold:
+                asyncio.get_running_loop().call_soon(self._tell)
 
     def _close(self, job_id: str) -> None:
         pidfd = self._pidfds.pop(job_id, None)
