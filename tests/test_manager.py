@@ -218,7 +218,7 @@ def test_a_grant_that_is_not_committed_expires(bench: Callable[..., Bench], monk
 def test_a_granted_waiter_that_does_not_commit_makes_room(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "COMMIT_S", 0.2)
+    monkeypatch.setattr(manager, "COMMIT_S", 1.0)
     one = bench("[jobs]\nwhen_full = wait\n")
 
     async def story() -> None:
@@ -636,7 +636,7 @@ def test_a_pid_that_another_process_has_now_is_not_pinned(bench: Callable[..., B
 def test_a_commit_that_fails_unexpectedly_leaves_the_grant_as_it_was(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "COMMIT_S", 0.2)
+    monkeypatch.setattr(manager, "COMMIT_S", 1.0)
     one = bench()
 
     async def story() -> None:
