@@ -4,7 +4,8 @@
     ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
     ["everyone", path, interface, member] (the same call over each of those)
     ["pending", member, n] (the same call n times; those still unanswered after two seconds)
-    ["crowd", n] (register itself n times at once, and wait for none)  ["answered"] (how many of those were)
+    ["crowd", member, n] (the same call n times at once, to Register for itself, waiting for none)
+    ["answered"] (how many of those were)
     ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
     ["lie", member, signature, arguments] (a signal as if from PID 1)
 
@@ -119,17 +120,14 @@ class Puppet:
         calls = (bus.call("org.torchtuned1", path, interface, member, timeout_s=60) for bus in self.buses)
         return len(await asyncio.gather(*calls))
 
-    async def crowd(self, count: int) -> None:
+    async def crowd(self, member: str, count: int) -> None:
         pidfd = os.pidfd_open(os.getpid())
         buses = [await Bus.connect() for _ in range(-(-count // 64))]
         self.buses += buses
         request = json.dumps({"schema": 1, "shared": True})
+        what: dict[str, Any] = {"signature": "hs", "body": [0, request], "fds": [pidfd]} if member == "Register" else {}
         self.asked = [
-            asyncio.ensure_future(
-                buses[i // 64].call(
-                    "org.torchtuned1", ROOT, MANAGER, "Register", "hs", [0, request], fds=[pidfd], timeout_s=60
-                )
-            )
+            asyncio.ensure_future(buses[i // 64].call("org.torchtuned1", ROOT, MANAGER, member, **what, timeout_s=60))
             for i in range(count)
         ]
         await asyncio.sleep(0.1)

@@ -134,7 +134,7 @@ def test_who_registers_a_lot_waits_for_himself(bus: PrivateBus, daemon: Start, t
     """And not all others for him: a hundred calls of one user took eight seconds, and the next came after them."""
     daemon("--sysroot", tree).wait_for("ready")
     with bus.user(USER) as crowd, bus.user(OTHER) as job:
-        crowd.do("crowd", 120)
+        crowd.do("crowd", "Register", 120)
         job.register({"shared": True})
         assert crowd.do("answered") < 100
         while crowd.do("answered") < 120:
@@ -151,35 +151,32 @@ def test_who_reads_reports_a_lot_waits_for_himself(bus: PrivateBus, daemon: Star
         report = {"job": str(number), "started": number, "ended": 1, "words": ["x" * 100] * 50}
         (one.state_dir / f"reports/{number:016d}-{number}-{USER}.json").write_text(json.dumps(report))
     with bus.user(USER) as crowd, bus.user(OTHER) as job:
-        with ThreadPoolExecutor() as pool:
-            pending = pool.submit(crowd.do, "pending", "Reports", 120)
-            time.sleep(0.5)
-            begun = time.monotonic()
-            job.register({"shared": True})
-            took = time.monotonic() - begun
-            assert pending.result() > 20  # else nothing was shown
-        assert took < 1
+        crowd.do("crowd", "Reports", 120)
+        job.register({"shared": True})
+        assert crowd.do("answered") < 100
 
 
 def test_a_table_that_takes_long_keeps_nobody_from_an_answer(bus: PrivateBus, daemon: Start, tree: Path) -> None:
     """It is read before a place is given, in turn. With one that changes all the time, and a hundred calls of the same
     user, nobody else had an answer within ten seconds.
     """
-    daemon("--sysroot", tree).wait_for("ready")
+    one = daemon("--sysroot", tree)
+    one.wait_for("ready")
+    process = psutil.Process(one.process.pid)
     with bus.user(USER) as slow, bus.user(OTHER) as job:
         folder = tree / f"run/lock/torchtuned-{USER}"
         folder.mkdir(parents=True)
-        one = {"pid": slow.pid, "start": start_time(slow.pid), "grant": {"cpus": "0"}}
-        (folder / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": [one] * 8000}))
+        claim = {"pid": slow.pid, "start": start_time(slow.pid), "grant": {"cpus": "0"}}
+        (folder / "jobs.json").write_text(json.dumps({"schema": 1, "jobs": [claim] * 8000}))
         for path in (folder, folder / "jobs.json"):
             os.chown(path, USER, USER)
-        took = []
+        costs = []
         for turn in range(9):
             os.utime(folder, (turn, turn))
-            begun = time.monotonic()
+            before = sum(process.cpu_times()[:2])
             job.register({"shared": True})
-            took.append(time.monotonic() - begun)
-        assert sorted(took)[4] < max(took) / 3, took
+            costs.append(sum(process.cpu_times()[:2]) - before)
+        assert sorted(costs)[4] < max(costs) / 3, costs
         assert bus.get(ROOT, MANAGER, "Jobs") == 2  # what could be read is known all the same
 
 
