@@ -109,7 +109,7 @@ class Runner:
             ).returncode
 
 
-def run(parts: Sequence[str], suites: Sequence[str], runner: Runner, *, core: bool) -> list[Result]:
+def run(parts: Sequence[str], suites: Sequence[str], runner: Runner) -> list[Result]:
     """Run the parts: first what needs no machine, beside the building of images; then the machines."""
 
     def packaged() -> list[Result]:
@@ -153,8 +153,7 @@ def run(parts: Sequence[str], suites: Sequence[str], runner: Runner, *, core: bo
     def machine(suite: str) -> list[Result]:
         # A test whose whole machine stands still is run once more: that is the emulator's doing.
         again = ("--reruns", "1", "--only-rerun", "^MachineHangs:", "-rR")
-        only = {"TORCHTUNED_CORE": "1"} if core else {}
-        boot = runner.pytest(f"vm-{suite}", "tests/vm", *again, **deb, **only, TORCHTUNED_SUITE=suite)
+        boot = runner.pytest(f"vm-{suite}", "tests/vm", *again, **deb, TORCHTUNED_SUITE=suite)
         return [runner.part(f"vm-{suite}", boot)]
 
     # not --fail-on: lintian 2.116 counts there what its own screens have masked
@@ -193,7 +192,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/run", description="install what the tests need, and run them")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all if none is named")
     parser.add_argument("--suite", choices=SUITES, help="only this Debian release for package and vm")
-    parser.add_argument("--core", action="store_true", help="of the machines only what a first installation needs")
     options = parser.parse_args()
     for part in options.parts:
         if part not in PARTS:
@@ -201,7 +199,7 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchtuned-tests-") as folder, _in_memory(Path(folder)) as scratch:
         runner = Runner(Path(folder), scratch, Log())
-        results = run(options.parts or PARTS, [options.suite] if options.suite else SUITES, runner, core=options.core)
+        results = run(options.parts or PARTS, [options.suite] if options.suite else SUITES, runner)
     passed, failed = sum(r.passed for r in results), sum(r.failed for r in results)
     print(f"whole run: {time.monotonic() - start:.0f} s\n\n{passed} passed, {failed} failed")
     return 1 if failed or not passed else 0

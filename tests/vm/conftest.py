@@ -1,7 +1,6 @@
 """One machine for all tests of this folder, in the order of ORDER: each boot costs a minute or two.
 
-TORCHTUNED_DEB is the package to try, TORCHTUNED_SUITE the Debian release; tests/run sets both. TORCHTUNED_CORE leaves
-out the files that take the longest.
+TORCHTUNED_DEB is the package to try, TORCHTUNED_SUITE the Debian release; tests/run sets both.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from machine import SHARE, Machine
 
 if "TORCHTUNED_DEB" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
-elif os.environ.get("TORCHTUNED_CORE"):
-    collect_ignore = ["test_placement_kinds.py", "test_sleep.py", "test_neighbours.py", "test_tally.py"]
 
 HERE = Path(__file__).parent
 ORDER = (
