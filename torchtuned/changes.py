@@ -249,9 +249,7 @@ class Changes:
             reason = f"nothing to give back, the device went away with its value: {missing.what}"
             return row_of(entry, UNKNOWN, Outcome.UNSUPPORTED, reason), None
         except HostError as error:
-            if (
-                isinstance(error, Unreadable) and error.errno == errno.EBUSY
-            ):  # offline or asleep: it has yet to be tried
+            if isinstance(error, Unreadable) and error.errno == errno.EBUSY:  # offline or asleep: yet to be tried
                 reason = f"cannot give back {entry.original}: {error.what}; undo again later"
                 return row_of(entry, UNKNOWN, Outcome.FAILED, reason), _begun(entry)
             outcome = Outcome.DENIED if error.errno in FORBIDDEN else Outcome.FAILED
