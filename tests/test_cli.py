@@ -224,6 +224,18 @@ def test_place_options(words: tuple[str, ...], cpus: str, root: Path, capsys: py
     assert (status, json.loads(out)["cpus"]) == (0, cpus)
 
 
+def test_place_keeps_to_the_configuration_as_a_job_has_to(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("place", "--sysroot", str(root), "--json", "--gpus", "none")
+    tree.make_tree(root, {"etc/torchtuned/torchtuned.conf": "[jobs]\nreserved = 0-7\nslots = 2\n"})
+    status, out, err = run(capsys, *words)
+    assert (status, json.loads(out)["cpus"], err) == (0, "8-11,24-27", "")
+    (root / "etc/torchtuned/torchtuned.conf").write_text("[jobs]\nreserved = x\n")
+    status, out, err = run(capsys, *words)
+    assert (status, json.loads(out)["cpus"]) == (0, "0-31")
+    assert "the configuration is not used: " in err
+    assert "torchtuned.conf" in err
+
+
 def test_place_obeys_a_quota(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "place", "--sysroot", str(root), "--json", "--gpus", "none", "--cpu-max", "2")
     assert json.loads(out)["ranks"][0]["omp_num_threads"] == 2

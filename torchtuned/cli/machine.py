@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchtuned import discover
 from torchtuned.cli import render
-from torchtuned.cli.command import FINE, print_json
+from torchtuned.cli.command import FINE, note, print_json
 from torchtuned.configfiles import read_config
 from torchtuned.cpulimits import limits
 from torchtuned.cpuset import CpuSet, format_list, parse_list
@@ -18,7 +18,7 @@ from torchtuned.errors import InvalidRequest, TorchtunedError
 from torchtuned.host import Host
 from torchtuned.placement import place as place_job
 from torchtuned.placement.documents import answer, grants_in_force, topology_document
-from torchtuned.placement.grants import Grant, Request
+from torchtuned.placement.grants import Grant, Request, Rules
 from torchtuned.topology import Gpu, Topology
 from torchtuned.words import POLICIES
 
@@ -41,6 +41,16 @@ def watched(host: Host) -> tuple[tuple[str, str], ...]:
         return read_config(host, None).gpu.watch
     except TorchtunedError:
         return ()
+
+
+def _rules(host: Host) -> Rules:
+    """What the administrator keeps free ([jobs]); as for a job, without a configuration that has faults."""
+    try:
+        return read_config(host, None).rules()
+    except TorchtunedError as error:
+        if host.exists("/etc/torchtuned"):
+            note(f"the configuration is not used: {str(error).splitlines()[0]}")
+        return Rules()
 
 
 def _discover(host: Host) -> Topology:
@@ -122,7 +132,7 @@ def place(args: argparse.Namespace) -> int:
         cpu_max=limit,
         insist=args.gpus is not None,
     )
-    grant = place_job(found, _in_force(args.in_force), request)
+    grant = place_job(found, _in_force(args.in_force), request, _rules(host))
     if args.json:
         print_json(answer(grant))
         return FINE
