@@ -2,8 +2,9 @@
 
     from torchtuned.torch import loader_args, tune
 
-    tune(cudnn_benchmark=True)
-    loader = DataLoader(dataset, batch_size=64, shuffle=True, **loader_args())
+    loading = loader_args()
+    tune(cudnn_benchmark=True, loader_workers=loading["num_workers"])
+    loader = DataLoader(dataset, batch_size=64, shuffle=True, **loading)
 
 Works with and without `torchtuned-run` (under it, the process' own CPU mask is the grant), with any torch from 1.13 on,
 on Python 3.10 and newer. Needs nothing but torch, and imports that only when one of the two functions is called. What
