@@ -14,6 +14,7 @@ from fakes.policy import Desk
 
 from torchtuned.errors import Failed, NoSuchKnob, Unreadable
 from torchtuned.policy import DEGRADING, Outcome
+from torchtuned.tunables.cpu import CpuFamily
 
 FILES = {
     "/proc/sys/vm/swappiness": "60",
@@ -301,3 +302,25 @@ def test_a_ledger_of_another_version_names_knobs_that_are_unknown_here(desk: Des
     row = desk.undo()["future/knob"]
     assert (row.outcome, row.reason) == (Outcome.FAILED, "this torchtuned cannot give it back; it was 60")
     assert desk.ledger() == []
+
+
+def test_the_work_grows_with_the_knobs_and_not_with_their_square(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each governor takes a preference along, which may be another knob's: there are thousands on a large machine."""
+    find, asked = CpuFamily.find, list[str]()
+    monkeypatch.setattr(CpuFamily, "find", lambda self, host, id: asked.append(id) or find(self, host, id))
+
+    def lookups(policies: int) -> int:
+        files: dict[str, str] = {}
+        for number in range(policies):
+            files |= policy(number, "amd-pstate-epp", "powersave", governors="performance powersave", epp="power")
+        (tmp_path / str(policies)).mkdir()
+        made = Desk(Kernel(files), tmp_path / str(policies))
+        asked.clear()
+        made.apply("[cpu]\ngovernor = performance\nenergy_performance_preference = performance\n")
+        made.undo()
+        assert made.kernel.files == files
+        return len(asked)
+
+    assert lookups(40) <= 10 * lookups(4)

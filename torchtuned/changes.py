@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torchtuned.deadline import Deadline, Hung, StillHung
@@ -35,10 +35,14 @@ class Changes:
     deadline: Deadline
     families: Mapping[str, Family]
     clock: Callable[[], float]
+    _knobs: dict[str, str] = field(default_factory=dict, init=False)  # by their files, those that make() knows of
 
     def make(self, cases: Sequence[Case], survey: Survey) -> list[Row]:
         """Write the targets of all cases: one write of the ledger before them, one after."""
         before, stale = dict(self.ledger.entries), dict[str, Entry]()
+        if cases:
+            self._knobs = {self._path(entry): knob for knob, entry in before.items()}
+            self._knobs |= {case.knob.path: case.knob.id for case in cases}
         for case in cases:
             if case.knob.id in before and before[case.knob.id].stale(case.current):
                 stale[case.knob.id] = before.pop(case.knob.id)  # what is there now is the original
@@ -228,7 +232,8 @@ class Changes:
 
     def _is_knobs(self, path: str, now: str) -> bool:
         """Whether a side effect has a value that another knob of ours, of that very file, was given."""
-        return any(entry.ours(now) and self._path(entry) == path for entry in self.ledger.entries.values())
+        entry = self.ledger.entries.get(self._knobs.get(path, ""))
+        return entry is not None and entry.ours(now)
 
     def _restore(self, entry: Entry, hanging: Hanging) -> tuple[Row, Entry | None]:
         """Give one knob back. Returns the row, and the entry if it has to be tried again."""
