@@ -10,8 +10,9 @@ from torchtuned.host import Host
 from torchtuned.jobs import Job, Jobs, State
 from torchtuned.selfplaced import Tables
 from torchtuned.topology import Topology
+from torchtuned.turns import Rest
 
-FREE_S, REST = 0.01, 4  # what reading the tables may take, and how many times the rest is waited after it
+FREE_S = 0.01  # what reading the tables may take, before others come first
 BATCH = 64  # jobs in one go
 
 
@@ -20,7 +21,7 @@ class Adopting:
 
     def __init__(self, host: Host, jobs: Jobs, adopt: Callable[[Job], bool]) -> None:
         self._tables, self._jobs, self._adopt = Tables(host), jobs, adopt
-        self._reading, self._rested = asyncio.Lock(), 0.0
+        self._reading, self._rest = asyncio.Lock(), Rest(FREE_S)
 
     async def look(self, machine: Topology) -> None:
         """Take over those that found no daemon, or one that did not answer.
@@ -28,7 +29,7 @@ class Adopting:
         Who makes a table that takes long to read, and registers all the time, is not to keep others from an answer.
         """
         async with self._reading:
-            if time.monotonic() < self._rested:
+            if self._rest.left():
                 return
             begun = time.thread_time()
             listed = await asyncio.to_thread(self._tables.read, machine)
@@ -38,5 +39,4 @@ class Adopting:
                     self._tables.forget(found.process.uid)
                 if number % BATCH == 0:  # a table may hold a thousand, and others wait for an answer
                     await asyncio.sleep(0)
-            cost = self._tables.cost_s + time.thread_time() - begun
-            self._rested = time.monotonic() + REST * max(0.0, cost - FREE_S)
+            self._rest.after(self._tables.cost_s + time.thread_time() - begun)

@@ -29,14 +29,14 @@ from torchtuned.places import Lent, Places, Seen, look, wants_gpus
 from torchtuned.processes import Process
 from torchtuned.tasks import Tasks
 from torchtuned.topology import Topology
-from torchtuned.turns import Turns
+from torchtuned.turns import Rest, Turns
 from torchtuned.watches import Watches
 
 COMMIT_S = 10.0  # how long a grant waits for its Commit
 POLL_S = 5.0  # between looks at GPUs that strangers hold, while somebody waits for one
 RETRY_S = 5.0  # until PID 1 is asked again whether a scope is empty
 LATE_S = 5.0  # after the start, until jobs that had just given the last daemon up are looked for once more
-SERVE_S, SERVE_REST = 0.02, 4  # serving the queue: what it may take, and times the rest to wait after it
+SERVE_S = 0.02  # what serving the queue may take, before others come first
 JOBS_PER_USER = 1024
 BYTES_PER_USER = 4 << 20  # of the table of jobs, which is written on every change: a grant of 4,096 ranks has 750 KB
 
@@ -77,7 +77,7 @@ class Manager:
         self._watches = Watches(self._leader_ended)
         self._places = Places(jobs, policy, self._confiner, lent, lives=self._watches.lives)
         self._polling = False
-        self._serving, self._served = False, 0.0  # whether the queue is to be served later; until when that rests
+        self._serving, self._rest = False, Rest(SERVE_S)  # whether the queue is to be served later
         self._committing: set[str] = set()
         self._adopting = Adopting(host, jobs, self._adopt_one)
         self._turns, self._tasks = Turns(JOBS_PER_USER), Tasks()
@@ -289,14 +289,13 @@ class Manager:
         """
         if self._serving:
             return
-        rest = self._served - time.monotonic()
-        if rest > 0:
+        if rest := self._rest.left():
             self._serving = True
             self._tasks.spawn(self._serve_after(rest))
             return
         begun = time.thread_time()
         self._serve()
-        self._served = time.monotonic() + SERVE_REST * max(0.0, time.thread_time() - begun - SERVE_S)
+        self._rest.after(time.thread_time() - begun)
 
     async def _serve_after(self, rest: float) -> None:
         await asyncio.sleep(rest)
