@@ -3,7 +3,6 @@
     ["pid"]  ["register", pid, request]  ["call", path, interface, member, signature, arguments…]
     ["pin", "0-3"]  ["mask"]  ["fork"] (a child that sleeps; its pid)  ["open", n] (n more connections)
     ["everyone", path, interface, member] (the same call over each of those)
-    ["pending", member, n] (the same call n times; those still unanswered after two seconds)
     ["crowd", member, n] (the same call n times at once, to Register for itself, waiting for none)
     ["answered"] (how many of those were)
     ["fds", member, n] (a call with n descriptors)  ["wait_signal", member, seconds]
@@ -122,7 +121,7 @@ class Puppet:
 
     async def crowd(self, member: str, count: int) -> None:
         pidfd = os.pidfd_open(os.getpid())
-        buses = [await Bus.connect() for _ in range(-(-count // 64))]
+        buses = [await Bus.connect() for _ in range(-(-count // 64))]  # that is what one may have open
         self.buses += buses
         request = json.dumps({"schema": 1, "shared": True})
         what: dict[str, Any] = {"signature": "hs", "body": [0, request], "fds": [pidfd]} if member == "Register" else {}
@@ -135,17 +134,6 @@ class Puppet:
 
     async def answered(self) -> int:
         return sum(one.done() for one in self.asked)
-
-    async def pending(self, member: str, count: int) -> int:
-        """Call n times at once, over connections that take 64 each, and leave open what is not answered."""
-        buses = [await Bus.connect() for _ in range(-(-count // 64))]
-        self.buses += buses
-        calls = [
-            asyncio.ensure_future(buses[i // 64].call("org.torchtuned1", ROOT, MANAGER, member, timeout_s=60))
-            for i in range(count)
-        ]
-        await asyncio.wait(calls, timeout=2)
-        return sum(not call.done() for call in calls)
 
     async def pin(self, cpus: str) -> str:
         wanted = parse_list(cpus) & os.sched_getaffinity(0)  # a machine in a folder may have more than there are here

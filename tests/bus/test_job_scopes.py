@@ -287,24 +287,16 @@ def test_a_cgroup_that_a_user_named_opens_no_job(bus: PrivateBus, services: Fake
                         other.register({"gpus": 1})
 
 
-def test_jobs_whose_scopes_are_not_known_are_kept(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
-    pid1 = services("systemd1")
-    first = daemon("--sysroot", tree)
-    pid1.set("linger", 1)
-    job = bus.user(USER)
-    path, grant = job.start({"gpus": 2})
-    first.stop(signal.SIGKILL)
-    job.kill()
-    pid1.set("fail", {"ListUnitsByPatterns": "org.freedesktop.DBus.Error.Failed"})
-    second = daemon("--sysroot", tree)
-    assert bus.get(path, JOB, "State") == "running"
-    pid1.call_remove(grant["scope"])
-    second.wait_for("0 jobs")
-
-
-def test_a_long_list_of_scopes_is_read_to_its_end(bus: PrivateBus, services: Fake, daemon: Start, tree: Path) -> None:
-    """Users choose the first word of a description, so a few hundred jobs of one make the list longer than a call's
-    arrays may be. It was taken for empty, and everybody's scopes without a first process for ended.
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [("fail", {"ListUnitsByPatterns": "org.freedesktop.DBus.Error.Failed"}), ("wordy", MAX_ARRAY // 8)],
+    ids=["no answer", "a long one"],
+)
+def test_jobs_whose_scopes_are_hard_to_learn_are_kept(
+    bus: PrivateBus, services: Fake, daemon: Start, tree: Path, knob: str, value: object
+) -> None:
+    """PID 1 does not tell, or in a list longer than the arrays of a call may be: users choose the first word of a
+    description. Such a list was taken for empty, and everybody's scopes without a first process for ended.
     """
     pid1 = services("systemd1")
     first = daemon("--sysroot", tree)
@@ -313,7 +305,7 @@ def test_a_long_list_of_scopes_is_read_to_its_end(bus: PrivateBus, services: Fak
     path, grant = job.start({"gpus": 2})
     first.stop(signal.SIGKILL)
     job.kill()
-    pid1.set("wordy", MAX_ARRAY // 8)
+    pid1.set(knob, value)
     second = daemon("--sysroot", tree)
     assert bus.get(path, JOB, "State") == "running"
     pid1.call_remove(grant["scope"])
