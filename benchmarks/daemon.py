@@ -34,7 +34,8 @@ class Daemon:
     def environment(self, **more: str) -> dict[str, str]:
         """Variables for a program that is to find it, and for torchtuned-run a place of its own beside it."""
         environ = {**self.bus.environment, "XDG_RUNTIME_DIR": str(self.bus.folder), **more}
-        environ.pop("PYTHONPATH", None)
+        for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):  # the installed one comes with its bytecode
+            environ.pop(name, None)
         return environ
 
 
