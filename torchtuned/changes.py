@@ -60,10 +60,7 @@ class Changes:
         try:
             self.ledger.save(entries)
         except Failed as failed:
-            return [
-                *rows,
-                *(case.row(Outcome.FAILED, f"left alone, its original cannot be recorded: {failed}") for case in ready),
-            ]
+            return [*rows, *(unrecorded(case, failed) for case in ready)]
         for case in ready:
             row, entry = self._write(case, before.get(case.knob.id), survey)
             rows.append(row)
@@ -180,7 +177,7 @@ class Changes:
         """Try the targets in turn. Returns the row, and the entry to keep (None: the knob is as it was)."""
         knob, entry = case.knob, self.ledger.entries[case.knob.id]
         if knob in survey.hanging:
-            return case.row(Outcome.FAILED, "not tried: one like it hangs"), earlier
+            return passing(case, "not tried: one like it hangs"), earlier
         row = case.row(Outcome.FAILED, "the kernel took it without effect")
         for number, target in enumerate(case.verdict.targets):
             try:
@@ -190,7 +187,7 @@ class Changes:
                 now = self.deadline.run(knob.id, partial(self._set, knob, target), knob.patience)
             except Hung as hung:
                 survey.hanging.add(knob)
-                return case.row(Outcome.FAILED, hung.what), entry
+                return passing(case, hung.what), entry
             except HostError as error:
                 row = refusal(case, error)
                 try:
@@ -198,7 +195,7 @@ class Changes:
                 except (HostError, Hung) as unread:  # gone: nothing to give back; otherwise nobody can tell yet
                     return row, earlier if isinstance(unread, Missing) else entry
             except Failed as failed:
-                return case.row(Outcome.FAILED, f"left alone, its original cannot be recorded: {failed}"), earlier
+                return unrecorded(case, failed), earlier
             expected = now in (target, entry.written)
             if now == case.current and not expected:
                 continue
@@ -359,6 +356,16 @@ class Changes:
             log.error("%s", failed)
 
 
+def unrecorded(case: Case, failed: Failed) -> Row:
+    """The row of a knob that is left alone because it could not be given back."""
+    return passing(case, f"left alone until its original can be recorded: {failed}")
+
+
+def passing(case: Case, reason: str) -> Row:
+    """The row of a knob that failed because of what may pass by itself."""
+    return replace(case.row(Outcome.FAILED, reason), passing=True)
+
+
 def _begun(entry: Entry) -> Entry:
     """The entry of a knob that may have been given back, in part or while nobody was looking."""
     return entry if entry.state is State.DRIFTED else replace(entry, state=State.UNDOING)
@@ -380,7 +387,7 @@ def tell(knob: str, old: str, new: str, why: str, *, level: int = logging.INFO) 
 def refusal(case: Case, error: HostError | Hung) -> Row:
     """The row of a knob that the kernel would not have."""
     if isinstance(error, Hung):
-        return case.row(Outcome.FAILED, error.what)
+        return passing(case, error.what)
     excuse = case.knob.excuse(error)
     if excuse:
         return case.row(Outcome.KEPT, excuse)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
-from torchtuned.changes import Changes, refusal, row_of, tell
+from torchtuned.changes import Changes, refusal, row_of, tell, unrecorded
 from torchtuned.config import Config
 from torchtuned.deadline import Deadline, Hung
 from torchtuned.errors import Failed, HostError, Missing, NoSuchKnob
@@ -135,11 +135,11 @@ class Engine:
         be used.
         """
         with self._lock, contextlib.ExitStack() as stack:
-            fault = ""
+            fault: Failed | None = None
             try:
                 stack.enter_context(self.ledger.locked())
             except Failed as failed:
-                fault = f"left alone, its original cannot be recorded: {failed}"
+                fault = failed
             survey = self._survey(config, jobs_active=jobs_active, tuners=tuners, reassert=reassert)
             wanted, absent = survey.wanted(config, only)
             if only is None:
@@ -155,7 +155,7 @@ class Engine:
                 rows |= {case.knob.id: case.row() for case in free}
                 todo = [case for case in free if case.verdict.targets]
                 if fault:
-                    changed = [case.row(Outcome.FAILED, fault) for case in todo]
+                    changed = [unrecorded(case, fault) for case in todo]
                 else:
                     self._note(cases)
                     changed = self._hold([case for case in todo if isinstance(case.knob, Held)])
@@ -184,7 +184,7 @@ class Engine:
             untouched = [name for name in knobs if not any(matches(knob, [name]) for knob in (*chosen, *held))]
             rows = [row for name in untouched for row in self._not_ours(name)]
             rows += self._let_go(held)
-            self._undone.update((*chosen, *held) if knobs else ())
+            self._undone.update((*chosen, *held, *untouched) if knobs else ())
             left = self._left(chosen, Owners(self.host, tuners)) if chosen else []
             self._changes.hand_over({row.knob: row.reason for row in left})
             theirs = {row.knob for row in left}

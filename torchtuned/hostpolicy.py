@@ -23,6 +23,7 @@ from torchtuned.policy import DEGRADING, Row
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 5  # knobs that a reason for being degraded names
+RETRY_S, MAX_RETRY_S = 1.0, 60.0  # until what failed is tried again: twice as long each time
 STOP_S = 20.0  # for giving back all at the end; PID 1 kills a daemon that takes 30 s
 
 
@@ -56,6 +57,8 @@ class HostPolicy:
         self._looks: dict[str, asyncio.Future[list[Row]]] = {}
         self._jobs_wanted = self._jobs_active = False
         self._following: asyncio.Task[None] | None = None
+        self._retrying: asyncio.Task[None] | None = None
+        self._lost: set[str] = set()  # knobs that the kernel may have reset, and that could not be set again yet
 
     @property
     def state(self) -> str:
@@ -172,6 +175,8 @@ class HostPolicy:
         if self._following is not None:
             await self._following
         async with self._lock:
+            if self._retrying is not None:  # it sleeps, or waits for this lock
+                self._retrying.cancel()
             if give_back:
                 tuners = await self._tuners()
                 rows: list[Row] = await self._off_loop(self._engine.undo, tuners=tuners, seconds=STOP_S)
@@ -193,8 +198,36 @@ class HostPolicy:
             self._faults.pop("start", None)
             self.last_applied = time.time_ns() // 1000
         self._judge(rows, complete=only is None)
+        self._lost -= {row.knob for row in rows}
+        self._lost |= {row.knob for row in rows if row.passing and reassert}
+        if any(row.passing for row in rows) and (self._retrying is None or self._retrying.done()):
+            self._retrying = asyncio.ensure_future(self._retry())
         self.touched(rows)
         return rows
+
+    def _waiting(self, *, lost: bool) -> list[str]:
+        """The folders of knobs whose fault may pass: one may decide what becomes of those beside it."""
+        knobs = [knob for knob, row in self._bad.items() if row.passing and (knob in self._lost) is lost]
+        return sorted({knob.rpartition("/")[0] for knob in knobs})
+
+    async def _retry(self) -> None:
+        """Apply what failed until its fault has passed: nobody tells when a full /run has room, or when the kernel
+        answers again.
+        """
+        wait = RETRY_S
+        try:
+            while True:
+                await asyncio.sleep(wait)
+                async with self._lock:
+                    for lost in (True, False):
+                        folders = self._waiting(lost=lost)
+                        if folders and not self._given_back:
+                            await self._apply(only=folders, reassert=lost)
+                    if self._given_back or not any(row.passing for row in self._bad.values()):
+                        return
+                wait = min(2 * wait, MAX_RETRY_S)
+        except Exception:
+            log.exception("what failed could not be tried again")
 
     def _judge(self, rows: Sequence[Row], *, complete: bool) -> None:
         if complete:

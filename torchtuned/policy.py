@@ -27,7 +27,9 @@ class Row:
     """One line of a plan: what a knob is, what it should be, and what became (or would become) of it.
 
     `source` is where the wish comes from: FILE:LINE, or the profile's. For a foreign knob it is the owner's FILE:LINE.
-    `untried`: it is not as wanted because nothing has been applied, by all that is known here; the bus does not tell.
+    `untried`: it is not as wanted because nothing has been applied, by all that is known here. `passing`: it
+    failed because of what may pass by itself: its original could not be recorded, or the kernel did not answer in time.
+    The bus tells neither.
     """
 
     knob: str
@@ -37,6 +39,7 @@ class Row:
     reason: str
     source: str
     untried: bool = False
+    passing: bool = False
 
 
 def set_by(owner: str) -> str:
@@ -251,7 +254,7 @@ class Verdict:
 
     `targets`: values to write, the first one that the kernel takes; none means leave it. `ours`: the value in force is
     ours. `release`: give back what we wrote, before anything else is written. `hand_over`: another tuner has it now.
-    `gone`: nobody has it any more.
+    `gone`: nobody has it any more. `passing`: as in Row.
     """
 
     outcome: Outcome
@@ -262,6 +265,7 @@ class Verdict:
     release: bool = False
     hand_over: bool = False
     gone: bool = False
+    passing: bool = False
 
 
 def judge(

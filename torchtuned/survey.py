@@ -39,6 +39,7 @@ class Case:
             outcome=outcome or self.verdict.outcome,
             reason=self.verdict.reason if reason is None else reason,
             source=self.verdict.source or self.wish.source,
+            passing=self.verdict.passing,
         )
 
 
@@ -119,7 +120,7 @@ class Survey:
     def judge(self, knob: Knob, wish: Wish) -> Case:
         """Read one knob and decide. Whatever goes wrong becomes the verdict."""
         if knob in self.hanging:
-            return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason="not tried: one like it hangs"))
+            return Case(knob, wish, UNKNOWN, _hung("not tried: one like it hangs"))
 
         def look() -> tuple[str, str, Sequence[str] | None, str]:
             current = knob.read(self.host)
@@ -130,7 +131,7 @@ class Survey:
             current, base, choices, implied = self.deadline.run(knob.id, look, knob.patience)
         except Hung as hung:
             self.hanging.add(knob)
-            return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.FAILED, reason=hung.what))
+            return Case(knob, wish, UNKNOWN, _hung(hung.what))
         except HostError as error:
             if wish.value.kind is Kind.KEEP and error.errno in FORBIDDEN:  # nothing would be done, so nothing is denied
                 return Case(knob, wish, UNKNOWN, Verdict(outcome=Outcome.KEPT, reason=f"keep; {error.what}"))
@@ -165,6 +166,10 @@ def matches(knob: str, patterns: Sequence[str] | None) -> bool:
     if patterns is None:
         return True
     return any(fnmatchcase(knob, pattern) or knob.startswith(pattern.rstrip("/") + "/") for pattern in patterns)
+
+
+def _hung(reason: str) -> Verdict:
+    return Verdict(outcome=Outcome.FAILED, reason=reason, passing=True)
 
 
 def _outcome(error: HostError) -> Outcome:

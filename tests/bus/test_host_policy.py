@@ -358,15 +358,60 @@ def test_a_refused_value_degrades_and_is_found(bus: PrivateBus, daemon: Start, t
     swappiness.unlink()
     swappiness.symlink_to("/proc/version")  # nobody can write that one
     one = daemon("--sysroot", tree)
-    assert one.wait_for("STATUS=")
+    assert one.wait_for("STATUS=degraded")
     findings = bus.call(ROOT, MANAGER, "Check")[0]
     assert any("vm.swappiness" in finding["title"] for finding in findings), findings
+
+
+@pytest.mark.parametrize("obstacle", ["ledger.lock", "ledger.json", "ledger.new"])  # the last: only writing fails
+def test_what_could_not_be_recorded_is_applied_once_it_can_be(
+    bus: PrivateBus, daemon: Start, tree: Path, obstacle: str
+) -> None:
+    """As when /run was full, and nobody says Apply when it has room again."""
+    obstruct = bus.folder / "run" / obstacle
+    obstruct.mkdir(parents=True)
+    one = daemon("--sysroot", tree)
+    one.wait_for("STATUS=degraded")
+    assert governors(tree) == ["powersave", "schedutil"]
+    (why,) = bus.get(ROOT, MANAGER, "Degraded")
+    assert "cpu/policy0/governor (failed: left alone until its original can be recorded: " in why
+    if obstacle == "ledger.new":  # nothing to record, so nothing fails: no sign that it can be recorded again
+        rows(bus, "Undo", "as", ["sysctl/vm.swappiness"])
+        time.sleep(2)
+    obstruct.rmdir()
+    one.wait_for("STATUS=ready")
+    assert governors(tree) == ["performance", "performance"]
+    assert sysctl(tree, "net.core.somaxconn") == "4096"
+    assert sysctl(tree, "vm.swappiness") == ("60" if obstacle == "ledger.new" else "10")  # undone by name stays undone
+
+
+def test_what_hangs_on_a_knob_that_waited_is_applied_with_it(bus: PrivateBus, daemon: Start, tree: Path) -> None:
+    """A preference counts as implied while the governor is performance, and the governor was to become another."""
+    policies = [tree / f"sys/devices/system/cpu/cpufreq/policy{number}" for number in (0, 1)]
+    for policy in policies:
+        (policy / "scaling_driver").write_text("intel_pstate\n")
+        (policy / "scaling_governor").write_text("performance\n")
+        (policy / "energy_performance_preference").write_text("performance\n")
+        (policy / "energy_performance_available_preferences").write_text("default performance balance_performance\n")
+    text = "[cpu]\ngovernor = powersave\nenergy_performance_preference = balance_performance\n"
+    (tree / "usr/share/torchtuned/profiles/training.conf").write_text(text)
+    obstruct = bus.folder / "run/ledger.new"
+    obstruct.mkdir(parents=True)
+    one = daemon("--sysroot", tree)
+    one.wait_for("STATUS=degraded")
+    obstruct.rmdir()
+    one.wait_for("STATUS=ready")
+    assert governors(tree) == ["powersave", "powersave"]
+    found = [(policy / "energy_performance_preference").read_text().strip() for policy in policies]
+    assert found == ["balance_performance", "balance_performance"]
+    assert {row[3] for row in rows(bus, "Verify").values()} <= {"applied", "kept"}
 
 
 def test_idle_it_makes_no_wakeups(bus: PrivateBus, services: Fake, daemon: Start) -> None:
     services("systemd1")
     one = daemon()  # the real machine, with its hotplug monitor
-    one.wait_for("STATUS=")
+    while one.wait_for("STATUS=").startswith("STATUS=starting"):
+        pass
     status = Path(f"/proc/{one.process.pid}/task")
 
     def switches() -> int:

@@ -63,15 +63,22 @@ def daemon() -> int:
     return int((text(f"{SERVICE}/cgroup.procs").split() or ["0"])[0])
 
 
+def daemon_state() -> str:
+    """Of the daemon, "" while it does not answer."""
+    with contextlib.suppress(errors.TorchtunedError), Client(timeout_s=20) as client:
+        return str(client.properties(ROOT, MANAGER)["State"])
+    return ""
+
+
 def amiss(expected: set[int]) -> list[str]:
     """What is not as it should be with these jobs (processes), and no others, running."""
     if not daemon():
         return ["there is no daemon"]
     found: list[str] = []
     with Client(timeout_s=20) as client:
-        state = client.properties(ROOT, MANAGER)
-        if state["State"] != "ready":
-            found.append(f"the state is {state['State']}: {state['Degraded']}")
+        manager = client.properties(ROOT, MANAGER)
+        if manager["State"] != "ready":
+            found.append(f"the state is {manager['State']}: {manager['Degraded']}")
         rows = client.call(ROOT, MANAGER, "Verify")[0]
         assert isinstance(rows, list)
         found += [f"verify: {row[0]} {row[3]}: {row[4]}" for row in rows if row[3] not in FINE]
@@ -305,7 +312,8 @@ def full(tally: Tally, count: int) -> None:
         old = daemon()
         os.kill(old, signal.SIGKILL)
         wait_until(lambda old=old: daemon() not in (0, old), f"{number}: no daemon while full", tally)  # type: ignore[misc]
-        time.sleep(3)
+        wait_until(lambda: daemon_state() in ("ready", "degraded"), f"{number}: nothing applied while full", tally)
+        tally.notes[f"{daemon_state() or 'no answer'} while full"] += 1
         said = alice.end(pid)
         tally.notes["a job came all the same" if "placed without" in said else "a job was recorded"] += 1
         os.unlink("/run/filler")
