@@ -58,7 +58,7 @@ def test_a_tree_of_real_processes() -> None:
     program = """
 import os, subprocess, sys
 held = bytearray(64 << 20)
-subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"])
+subprocess.run([sys.executable, "-c", "import time\\nwhile time.process_time() < 0.1: pass"])
 child = subprocess.Popen([sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"], stdin=sys.stdin)
 sys.stdin.read()
 """
@@ -78,7 +78,8 @@ sys.stdin.read()
 def test_nobody_looks_for_children_of_a_process_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are another's by then, and a look at all processes for each of a thousand jobs that end takes a minute."""
     monkeypatch.setattr(processes, "family", lambda pid: pytest.fail("looked for"))
-    with subprocess.Popen([sys.executable, "-c", "sum(range(1_000_000))"]) as process:
+    busy = "import time\nwhile time.process_time() < 0.1: pass"  # the kernel counts in ticks of up to 10 ms
+    with subprocess.Popen([sys.executable, "-c", busy]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         found = accounting.of_job(Host(), process.pid, "")
     assert found["pids"] == [process.pid]
