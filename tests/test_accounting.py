@@ -14,8 +14,10 @@ from fakes.tree import make_tree
 
 from torchtuned import processes
 from torchtuned.host import Host
-from torchtuned.reports import accounting, jobrecord, journal, postmortem
+from torchtuned.reports import accounting, journal, postmortem
 from torchtuned.reports.inotify import Inotify
+from torchtuned.reports.jobrecord import Left
+from torchtuned.reports.store import Name
 
 SCOPE = "torchtuned-job-7.scope"
 SLICE = "/user.slice/user-1000.slice"
@@ -155,7 +157,8 @@ def test_of_a_flooded_journal_the_end_is_read(tmp_path: Path) -> None:
 
 
 def test_a_missed_end_is_looked_for_from_the_last_reading_on() -> None:
-    document = {"started": 10**15, "measured": {}}
-    assert jobrecord.missed_since(document) == 10**15 - postmortem.BEFORE
+    name = Name(10**15, 7, 1000)
+    document = {"pid": 5, "start": 9, "granted": {}, "measured": {}, "oom_kills_around": {}, "gpus": {}, "findings": []}
+    assert Left.parse(name, document).since == 10**15 - postmortem.BEFORE
     days_later = 10**15 + 3 * 86400 * 10**6
-    assert jobrecord.missed_since(document | {"measured": {"at": days_later}}) == days_later - postmortem.BEFORE
+    assert Left.parse(name, document | {"measured": {"at": days_later}}).since == days_later - postmortem.BEFORE

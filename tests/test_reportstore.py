@@ -60,7 +60,7 @@ def test_of_jobs_with_one_number_the_newest_counts(tmp_path: Path) -> None:
 
 def test_what_is_no_report_is_none(tmp_path: Path) -> None:
     store, name = Store(tmp_path), Name(1, 7, 1000)
-    for text in ("", "[1]", '{"half": '):
+    for text in ("", "[1]", '{"half": ', "[" * 200_000):
         (tmp_path / name.file).write_text(text)
         assert store.read(name) is None
     (tmp_path / "notes.txt").write_text("")

@@ -150,8 +150,11 @@ class Daemon:
             if timer is not None:
                 timer.cancel()
         await self._tasks.close()
-        await self.manager.close()
-        await self.reports.close()
+        for part in (self.manager.close, self.reports.close):
+            try:
+                await part()
+            except Exception:  # no fault of theirs keeps the machine from its values
+                log.exception("unexpected")
         await self.policy.stop(give_back=give_back)
         await self.desktop.close()
         await self.bus.close()

@@ -6,6 +6,7 @@ The daemon keeps the reports and shows users their own. Where it does not run ro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -19,7 +20,7 @@ from torchtuned.cli.command import FINE, note, print_json, print_unreachable, sh
 from torchtuned.cli.jobs import since, user_name
 from torchtuned.client import MANAGER, ROOT, Client
 from torchtuned.cpuset import parse_list
-from torchtuned.errors import DaemonUnreachable, NoSuchJob
+from torchtuned.errors import DaemonUnreachable, Failed, NoSuchJob
 from torchtuned.gpus import Gpus
 from torchtuned.host import Host
 from torchtuned.reports import store as reportstore
@@ -30,6 +31,7 @@ FOLDER = Path("/var/lib/torchtuned") / reportstore.FOLDER
 LEAST_S = 0.05  # less is shown as 0.0 s
 SHOWN = 20  # of the list
 ENDING = "It has just ended; ask again in a few seconds how."
+TORN = "its file was torn or edited"
 WAITS = {"cpu": "for CPU", "memory": "for memory", "io": "for storage"}
 Report = dict[str, Any]
 
@@ -56,11 +58,17 @@ def _report(args: argparse.Namespace) -> int:
             _print_list(found if args.all else found[:SHOWN], more=len(found) - SHOWN if not args.all else 0)
         return FINE
     one = _one(args.job)
-    _look_inside(one)
     if args.json:
+        with contextlib.suppress(*reportstore.UNFIT):
+            _look_inside(one)
         print_json(one)
-    else:
-        render.facts(*page(one))
+        return FINE
+    try:
+        _look_inside(one)
+        shown = page(one)
+    except reportstore.UNFIT as e:
+        raise Failed(TORN, where=f"report {args.job}", hint="--json shows what is there") from e
+    render.facts(*shown)
     return FINE
 
 
@@ -129,20 +137,24 @@ def _print_list(found: Sequence[Report], *, more: int) -> None:
         number = str(one.get("job"))
         name = str(one.get("report")) if number in newest else number
         newest.add(number)
-        took = one.get("seconds")
-        rows.append(
-            (
-                name,
-                user_name(one.get("uid")),
-                shortened(_command(one), 60),
-                since(one.get("started")),
-                duration(took) if isinstance(took, int | float) else "?",
-                _short_end(one),
-            )
-        )
+        try:
+            rows.append((name, *_row(one)))
+        except reportstore.UNFIT:
+            rows.append((name, "?", TORN, "?", "?", "?"))
     render.table(("Report", "User", "Command", "Started", "Took", "End"), rows, styles=("bold",))
     if more > 0:
         print(f"and {more} older: torchtuned report --all")
+
+
+def _row(one: Report) -> tuple[str, ...]:
+    took = one.get("seconds")
+    return (
+        user_name(one.get("uid")),
+        shortened(_command(one), 60),
+        since(one.get("started")),
+        duration(took) if isinstance(took, int | float) else "?",
+        _short_end(one),
+    )
 
 
 def _short_end(one: Report) -> str:

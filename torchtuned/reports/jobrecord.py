@@ -22,6 +22,7 @@ from torchtuned.reports.store import Name
 from torchtuned.reports.usage import Figures, GpuFigures
 
 SCHEMA = 1
+TEXTS = ("code", "title", "severity")  # of a finding
 MOST_FINDINGS = 40  # of one job: the newest are kept
 
 
@@ -68,10 +69,10 @@ class Record:
         while len(self.findings) > MOST_FINDINGS:
             del self.findings[next(iter(self.findings))]
 
-    def keep(self, findings: Iterable[dict[str, Any]]) -> None:
-        """Take over what an earlier daemon has seen."""
-        for one in findings:
-            self.findings[one["code"], one["title"], one.get("about", "")] = one
+    def resume(self, left: Left) -> None:
+        """Go on from what an earlier daemon has seen."""
+        self.around, self.gpus = left.around, left.gpus
+        self.findings = {(one["code"], one["title"], str(one.get("about", ""))): one for one in left.findings}
 
     @property
     def now_wrong(self) -> list[str]:
@@ -163,27 +164,55 @@ class Record:
         return document | {"measured": _with(document["measured"], found), "end": _end(facts)}
 
 
-def missed(document: dict[str, Any], entries: list[Entry] | None, *, boot: str) -> dict[str, Any]:
-    """The final report of a job that ended while no daemon ran, from what the last one wrote down."""
-    pid, measured = int(document["pid"]), document["measured"]
-    own = {"cgroup": str(document["cgroup"]), "scope": str(document["granted"]["scope"])}
-    found = postmortem.look(entries or (), **own, pids=frozenset({pid}), since=missed_since(document))
-    facts = Facts(
-        leader=pid,
-        oom_kills=oom_kills(measured),
-        kills=found.kills,
-        oomd=found.oomd,
-        journal=entries is not None,
-        missed=True,
-        rebooted=document["boot"] != boot,
-    )
-    ended = {"state": "ended", "ended": now(), "seconds": None, "end": _end(facts)}
-    return document | ended | {"measured": _with(measured, found)}
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What an earlier daemon wrote down of a job that it did not see end. `since`: from when on the journal may explain
+    that; the job still ran at its last reading.
+    """
 
+    pid: int
+    start: int
+    name: Name
+    since: int
+    around: dict[str, int]
+    gpus: dict[str, GpuFigures]
+    findings: list[dict[str, Any]]
+    document: dict[str, Any]
 
-def missed_since(document: dict[str, Any]) -> int:
-    """From when on the journal may explain the end of a job that was missed: it still ran at its last reading."""
-    return int(document["measured"].get("at") or document["started"]) - postmortem.BEFORE
+    @classmethod
+    def parse(cls, name: Name, document: dict[str, Any]) -> Left:
+        """One of store.UNFIT where the file was torn or edited."""
+        measured = document["measured"]
+        gpus = {address: GpuFigures(kept) for address, kept in document["gpus"].items()}
+        for figures in gpus.values():
+            figures.figures()
+        return cls(
+            pid=int(document["pid"]),
+            start=int(document["start"]),
+            name=name,
+            since=int(measured.get("at") or name.started) - postmortem.BEFORE,
+            around={path: int(count) for path, count in document["oom_kills_around"].items()},
+            gpus=gpus,
+            findings=[{"last": 0, **one, **{key: str(one[key]) for key in TEXTS}} for one in document["findings"]],
+            document=document,
+        )
+
+    def missed(self, entries: list[Entry] | None, *, boot: str) -> dict[str, Any]:
+        """The final report of one that ended while no daemon ran."""
+        measured, granted = self.document["measured"], self.document["granted"]
+        own = {"cgroup": str(self.document.get("cgroup", "")), "scope": str(granted.get("scope", ""))}
+        found = postmortem.look(entries or (), **own, pids=frozenset({self.pid}), since=self.since)
+        facts = Facts(
+            leader=self.pid,
+            oom_kills=oom_kills(measured),
+            kills=found.kills,
+            oomd=found.oomd,
+            journal=entries is not None,
+            missed=True,
+            rebooted=self.document.get("boot") != boot,
+        )
+        ended = {"state": "ended", "ended": now(), "seconds": None, "end": _end(facts)}
+        return self.document | ended | {"measured": _with(measured, found)}
 
 
 def oom_kills(figures: Figures) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torchtuned import cpulimits, processes
@@ -25,10 +25,10 @@ from torchtuned.gpus import Sample
 from torchtuned.host import BOOT_ID, Host
 from torchtuned.jobs import Job, State
 from torchtuned.manager import View
-from torchtuned.reports import accounting, jobrecord, journal, postmortem
+from torchtuned.reports import accounting, journal, postmortem
 from torchtuned.reports.inotify import Inotify
-from torchtuned.reports.jobrecord import Record, now, ticks
-from torchtuned.reports.store import Name, Store, find
+from torchtuned.reports.jobrecord import Left, Record, now, ticks
+from torchtuned.reports.store import UNFIT, Name, Store, find
 from torchtuned.reports.usage import Figures, GpuFigures
 from torchtuned.scopes import MOUNT
 from torchtuned.tasks import Tasks
@@ -68,7 +68,8 @@ class Reports:
         self._host, self._store, self._shown, self._sample, self._check = host, store, shown, sample, check
         self._running: dict[str, Record] = {}
         self._ending: list[Record] = []
-        self._open: dict[tuple[int, int], dict[str, Any]] = {}  # (pid, start) -> what an earlier daemon left unfinished
+        self._open: dict[tuple[int, int], Left] = {}  # by process and its start: what an earlier daemon left unfinished
+        self._torn: dict[tuple[int, int], Name] = {}  # by job and uid: the last that cannot be gone on with
         self._inotify: Inotify | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._turns, self._tasks = Turns(WAITING), Tasks()
@@ -78,12 +79,17 @@ class Reports:
     async def load(self) -> None:
         """Find what an earlier daemon left unfinished: before jobs are adopted."""
 
-        def unfinished() -> list[dict[str, Any]]:
-            documents = [self._store.read(name) for name in self._store.names()]
-            return [document for document in documents if document is not None and not document.get("ended")]
+        def unfinished() -> Iterator[tuple[Name, Left | None]]:
+            for name in self._store.names():
+                document = self._store.read(name)
+                if document is None or not document.get("ended"):
+                    yield name, _left(name, document)
 
-        for document in await asyncio.to_thread(unfinished):
-            self._open[document.get("pid", 0), document.get("start", 0)] = document
+        for name, left in await asyncio.to_thread(lambda: list(unfinished())):
+            if left:
+                self._open[left.pid, left.start] = left
+            else:
+                self._torn[name.job, name.uid] = name
 
     def recover(self) -> None:
         """After jobs were adopted: what is left ended while no daemon ran."""
@@ -182,14 +188,14 @@ class Reports:
             return await self._reports(uid)
 
     async def _reports(self, uid: int) -> list[dict[str, Any]]:
-        def kept(names: Iterable[Name]) -> list[dict[str, Any]]:
-            return [document for name in names if (document := self._store.read(name)) is not None]
+        def kept(names: Iterable[Name]) -> dict[Name, dict[str, Any]]:
+            return {name: document for name in names if (document := self._store.read(name)) is not None}
 
         known = (*self._running.values(), *self._ending)
         current = {one.name: one.document(self._boot) for one in known if uid in (0, one.job.process.uid)}
         names = await asyncio.to_thread(self._store.names)
-        old = await asyncio.to_thread(kept, [n for n in names if uid in (0, n.uid) and n not in current])
-        return sorted([*current.values(), *old], key=lambda document: -int(document.get("started", 0)))
+        found = current | await asyncio.to_thread(kept, [n for n in names if uid in (0, n.uid) and n not in current])
+        return [found[name] for name in sorted(found, reverse=True)]
 
     async def close(self) -> None:
         """Write down what is known; the next daemon goes on from there."""
@@ -208,18 +214,20 @@ class Reports:
 
     def _follow(self, job: Job, started: int) -> None:
         process = job.process
-        left = self._open.pop((process.pid, process.start), {})
-        started = int(left.get("started", started))
-        record = Record(job=job, name=Name(started, int(job.id), process.uid))
-        record.begun = ticks() - max(0, now() - started)
+        left = self._open.pop((process.pid, process.start), None)
+        torn = self._torn.pop((int(job.id), process.uid), None)
+        name = left.name if left else Name(started, int(job.id), process.uid)
+        if torn and torn.started >= job.since:  # this job's, not one of an earlier boot: the new account replaces it
+            name = torn
+        record = Record(job=job, name=name)
+        if left:
+            record.resume(left)
+        record.begun = ticks() - max(0, now() - name.started)
         record.cgroup = accounting.cgroup_of(self._host, process.pid, job.scope)
-        record.around = {str(path): int(count) for path, count in left.get("oom_kills_around", {}).items()}
         if not record.around:
             place = record.cgroup or cpulimits.cgroup(self._host, process.pid)
             record.around = accounting.oom_kills(self._host, place)
             record.around.pop(record.cgroup, None)
-        record.gpus = {address: GpuFigures(kept) for address, kept in left.get("gpus", {}).items()}
-        record.keep(left.get("findings", ()))
         self._running[job.id] = record
         if record.cgroup:
             self._watch(record)
@@ -296,21 +304,29 @@ class Reports:
                 return
             entries = await asyncio.to_thread(self._journal, min(map(_since, records)))
             for record in records:
-                document = await asyncio.to_thread(record.explained, self._host, entries, self._boot)
+                try:
+                    document = await asyncio.to_thread(record.explained, self._host, entries, self._boot)
+                except UNFIT as e:  # of what an earlier daemon left; the others' ends are told all the same
+                    log.warning("how job %s ended cannot be told: %.200s", record.job.id, repr(e))
+                    self._ending.remove(record)
+                    continue
                 await asyncio.to_thread(self._store.write, record.name, document)
                 self._ending.remove(record)
                 log.info("job %s: %s", record.job.id, document["end"]["sentence"])
             running = {record.name for record in (*self._running.values(), *self._ending)}
             await asyncio.to_thread(self._store.prune, running)
 
-    async def _finish_missed(self, documents: list[dict[str, Any]]) -> None:
+    async def _finish_missed(self, missed: list[Left]) -> None:
         """Explain those that ended while no daemon ran, by what the last one wrote down."""
         async with self._writing:
-            entries = await asyncio.to_thread(self._journal, min(map(jobrecord.missed_since, documents)))
-            for document in documents:
-                name = Name(int(document["started"]), int(document["job"]), int(document["uid"]))
-                whole = jobrecord.missed(document, entries, boot=self._boot)
-                await asyncio.to_thread(self._store.write, name, whole)
+            entries = await asyncio.to_thread(self._journal, min(left.since for left in missed))
+            for left in missed:
+                try:
+                    whole = left.missed(entries, boot=self._boot)
+                except UNFIT as e:
+                    log.warning("the report %s cannot be ended: %r", left.name.report, e)
+                    continue
+                await asyncio.to_thread(self._store.write, left.name, whole)
             await asyncio.to_thread(self._store.prune, {record.name for record in self._running.values()})
 
     def _journal(self, since: int) -> list[journal.Entry] | None:
@@ -348,3 +364,13 @@ class Reports:
 
 def _since(record: Record) -> int:
     return postmortem.since(record.name.started, record.ended, record.oom_at)
+
+
+def _left(name: Name, document: dict[str, Any] | None) -> Left | None:
+    try:
+        if document is not None:
+            return Left.parse(name, document)
+        log.warning("the report %s cannot be read", name.file)
+    except UNFIT as e:
+        log.warning("the report %s cannot be gone on with: %.200s", name.file, repr(e))
+    return None

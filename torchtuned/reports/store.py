@@ -22,6 +22,7 @@ from torchtuned.files import replace_file
 FOLDER = "reports"
 KEEP = 200
 NAME = re.compile(r"(\d{1,20})-(\d{1,20})-(\d{1,10})\.json")
+UNFIT = (TypeError, ValueError, KeyError, AttributeError, OverflowError)  # of one that was torn or edited
 MAX_SIZE = 1 << 20  # bytes; a report has a few thousand
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Store:
         try:
             with (self.folder / name.file).open(encoding="utf-8") as file:
                 document = json.loads(file.read(MAX_SIZE))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return document if isinstance(document, dict) else None
 

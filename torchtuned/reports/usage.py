@@ -78,7 +78,7 @@ class GpuFigures:
     unseen."""
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
-        self._sums: dict[str, float] = dict(kept or {"samples": 0})
+        self._sums: dict[str, float] = {"samples": 0, **(kept or {})}
 
     def add(self, utilization: int | None, memory: int | None, power: float | None, temperature: int | None) -> None:
         """Per cent, bytes, watts, degrees Celsius; None for what was not to be had."""
