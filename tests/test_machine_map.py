@@ -98,6 +98,10 @@ def test_cpus_that_are_out_of_bounds_are_marked(tmp_path: Path) -> None:
     found = discover.topology(Host(tree.make_tree(tmp_path, files)))
     barred = replace(found, allowed=parse_list("1-3"))
     assert "    - . . i" in [text(line) for line in draw(barred)]
+    jobs = [Owner(label="job 1", cpus=parse_list("1"))]
+    lines = [text(line) for line in draw(barred, jobs, reserved=parse_list("0-2"))]
+    assert "    - A r i" in lines
+    assert "r reserved ([jobs] reserved)" in lines[-1]
 
 
 def test_with_nothing_free_the_last_line_is_a_job(tmp_path: Path) -> None:
@@ -110,5 +114,5 @@ def test_more_jobs_than_letters(tmp_path: Path) -> None:
     found = synthetic(tmp_path, packages=1, nodes=1, cores=64, smt=1)
     owners = [Owner(label=f"job {cpu}", cpus=frozenset({cpu})) for cpu in range(60)]
     drawn = cells(draw(found, owners))
-    assert drawn.count("#") == 60 - 52
+    assert drawn.count("#") == 60 - 50
     assert drawn.endswith("....")

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from torchtuned import discover, processes
 from torchtuned.cli import machine_map, render
 from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, note, print_json, shortened, without
-from torchtuned.cli.machine import host_of, watched
+from torchtuned.cli.machine import host_of, rules_of, watched
 from torchtuned.client import Client, printable
 from torchtuned.cpuset import CpuSet, format_list, parse_list
 from torchtuned.environment import RANKS
@@ -332,7 +332,8 @@ def draw_map(args: argparse.Namespace) -> int:
         for job in found
         if job.get("state") != "queued"
     ]
-    render.drawing(machine_map.draw(topology, owners, width=max(40, render.width())))
+    reserved = rules_of(host).reserved
+    render.drawing(machine_map.draw(topology, owners, reserved=reserved, width=max(40, render.width())))
     return FINE
 
 

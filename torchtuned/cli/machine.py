@@ -43,7 +43,7 @@ def watched(host: Host) -> tuple[tuple[str, str], ...]:
         return ()
 
 
-def _rules(host: Host) -> Rules:
+def rules_of(host: Host) -> Rules:
     """What the administrator keeps free ([jobs]); as for a job, without a configuration that has faults."""
     try:
         return read_config(host, None).rules()
@@ -132,7 +132,7 @@ def place(args: argparse.Namespace) -> int:
         cpu_max=limit,
         insist=args.gpus is not None,
     )
-    grant = place_job(found, _in_force(args.in_force), request, _rules(host))
+    grant = place_job(found, _in_force(args.in_force), request, rules_of(host))
     if args.json:
         print_json(answer(grant))
         return FINE

@@ -14,8 +14,8 @@ from torchtuned.cpuset import CpuSet, format_list
 from torchtuned.topology import Core, Gpu, Node, Topology
 from torchtuned.wording import count
 
-LETTERS = string.ascii_uppercase + string.ascii_lowercase
-FREE, SEVERAL, MANY, BARRED, ISOLATED = ".", "*", "#", "-", "i"
+LETTERS = string.ascii_uppercase + "".join(letter for letter in string.ascii_lowercase if letter not in "ir")
+FREE, SEVERAL, MANY, BARRED, ISOLATED, RESERVED = ".", "*", "#", "-", "i", "r"
 STYLES = ("black on cyan", "black on yellow", "white on blue", "black on green", "white on magenta", "white on red")
 
 Segment = tuple[str, str]  # text and its rich style, "" for none
@@ -31,9 +31,13 @@ class Owner:
     gpus: tuple[str, ...] = ()
 
 
-def draw(topology: Topology, owners: Sequence[Owner] = (), *, width: int = 80) -> list[Line]:
-    """Draw the machine in lines of at most `width` columns; the legend follows the drawing."""
-    cells = {cpu: _cell(cpu, topology, owners) for cpu in topology.online}
+def draw(
+    topology: Topology, owners: Sequence[Owner] = (), *, reserved: CpuSet = frozenset(), width: int = 80
+) -> list[Line]:
+    """Draw the machine in lines of at most `width` columns; the legend follows the drawing. `reserved`: CPUs that the
+    administrator keeps from jobs.
+    """
+    cells = {cpu: _cell(cpu, topology, owners, reserved) for cpu in topology.online}
     lines: list[Line] = [((line, ""),) for line in _fold(_summary(topology), width, "")]
     drawn: set[str] = set()
     packages = topology.packages or (topology.online,)
@@ -109,7 +113,7 @@ def _cache(topology: Topology, core: Core) -> int:
     return next((i for i, cache in enumerate(topology.l3) if core.cpus & cache), -1)
 
 
-def _cell(cpu: int, topology: Topology, owners: Sequence[Owner]) -> Segment:
+def _cell(cpu: int, topology: Topology, owners: Sequence[Owner], reserved: CpuSet) -> Segment:
     having = [i for i, owner in enumerate(owners) if cpu in owner.cpus]
     if len(having) > 1:
         return SEVERAL, "reverse"
@@ -117,6 +121,8 @@ def _cell(cpu: int, topology: Topology, owners: Sequence[Owner]) -> Segment:
         return _letter(having[0]), _style(having[0])
     if cpu not in topology.allowed:
         return BARRED, "dim"
+    if cpu in reserved:
+        return RESERVED, "dim"
     return (ISOLATED, "dim") if cpu in topology.isolated else (FREE, "")
 
 
@@ -179,6 +185,7 @@ def _legend(cells: dict[int, Segment], owners: Sequence[Owner], width: int) -> l
         SEVERAL: "shared by several jobs",
         BARRED: "not for you here (cgroup or affinity)",
         ISOLATED: "isolated by the kernel's command line",
+        RESERVED: "reserved ([jobs] reserved)",
         MANY: f"job number {len(LETTERS) + 1} and later",
     }
     signs = "   ".join(f"{sign} {meaning}" for sign, meaning in meanings.items() if sign in seen)
