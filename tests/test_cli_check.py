@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import tarfile
+import tempfile
 import threading
 from dataclasses import replace
 from itertools import chain
@@ -26,6 +28,7 @@ from torchtuned.placement import Grant, Request
 from torchtuned.processes import Process
 from torchtuned.selfplaced import Tables
 
+TOP = Path(__file__).resolve().parent.parent
 FOUND = Finding(
     code="TT048", severity=Severity.WARNING, action=Action.ASK, title="t", evidence="", cost="c", fix="f", source="s"
 )
@@ -46,6 +49,37 @@ def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nothing is wrong" in out
     assert "could not be checked" in out  # NVML is not asked about a folder, and that is said
     assert "NVML is not asked" in " ".join(out.split())
+
+
+def test_faults_of_the_configuration_are_found_without_a_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody else says: the daemon goes on with what it read before."""
+    profile = {"usr/share/torchtuned/profiles/training.conf": "[policy]\ndescription = x\n"}
+    root = build(tmp_path, profile | {"etc/torchtuned/torchtuned.conf": "[jobs]\nslots = 2\n"}).root
+    assert cli.main(["check", "--sysroot", str(root)]) == 0
+    (root / "etc/torchtuned/torchtuned.conf").write_text("[jobs]\nslots = many\nbogus = 1\n")
+    capsys.readouterr()
+    assert cli.main(["check", "--sysroot", str(root), "--json"]) == 1
+    [found] = json.loads(capsys.readouterr().out)["findings"]
+    assert (found["code"], found["severity"]) == ("configuration", "error")
+    assert "/etc/torchtuned/torchtuned.conf:2: " in found["evidence"]
+    assert "/etc/torchtuned/torchtuned.conf:3: " in found["evidence"]
+    assert cli.main(["check", "--sysroot", str(root)]) == 1
+    assert "configuration error  the configuration has faults" in capsys.readouterr().out
+
+
+def test_a_configuration_that_only_root_may_read_is_no_fault() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        profile = {"usr/share/torchtuned/profiles/training.conf": "[policy]\n"}
+        root = build(Path(folder), profile | {"etc/torchtuned/torchtuned.conf": "[jobs]\nslots = many\n"}).root
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        (root / "etc/torchtuned/torchtuned.conf").chmod(0o600)
+        words = ["/usr/bin/python3", "-B", "-m", "torchtuned", "check", "--json", "--sysroot", str(root)]
+        env = {"PYTHONPATH": str(TOP), "DBUS_SYSTEM_BUS_ADDRESS": "unix:path=/nonexistent/bus"}
+        for user, found in ((0, ["configuration"]), (65534, [])):
+            done = subprocess.run(words, user=user, cwd="/", env=env, capture_output=True, text=True, check=False)
+            assert [one["code"] for one in json.loads(done.stdout)["findings"]] == found
 
 
 def test_findings_worst_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +203,7 @@ def test_devices_that_are_to_count_as_gpus_do(tmp_path: Path, capsys: pytest.Cap
         f"{device}/numa_node": "-1\n",
         "etc/torchtuned/torchtuned.conf": "[policy]\nprofile = none\n[gpu]\nwatch = 1234:1200\n",
         "usr/share/torchtuned/profiles/none.conf": "[policy]\n",
+        "usr/share/torchtuned/profiles/training.conf": "[policy]\n",
     }
     root = build(tmp_path, changes).root
     assert cli.main(["check", "--sysroot", str(root), "--json"]) == 1

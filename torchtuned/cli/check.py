@@ -21,9 +21,10 @@ from torchtuned.cli.command import FINDINGS, FINE, SCHEMA, print_json
 from torchtuned.cli.jobs import JOB
 from torchtuned.cli.machine import host_of, sysroot_option, watched
 from torchtuned.client import MANAGER, ROOT, Client
+from torchtuned.configfiles import read_config
 from torchtuned.cpuset import parse_list
 from torchtuned.errors import HostError, InvalidRequest, TorchtunedError
-from torchtuned.findings import UNCHECKED, Severity
+from torchtuned.findings import UNCHECKED, Action, Finding, Severity
 from torchtuned.gpus import Gpus
 from torchtuned.policy import Outcome
 from torchtuned.selfplaced import Tables
@@ -69,6 +70,8 @@ def check(args: argparse.Namespace) -> int:
     args.python, args.data = _found(host, "--python", args.python), _found(host, "--data", args.data)
     one = checks.find(args.explain) if args.explain else None
     jobs, ours, theirs = _ask_daemon() if host.real else ([], frozenset[str](), list[Document]())
+    if faults := _configuration(host):
+        theirs = [*faults, *(document for document in theirs if not document["title"].startswith("configuration: "))]
     options = {"python": args.python, "data": args.data, "watch": watched(host)}
     if jobs is not None:
         machine = Machine(host, Gpus(host), ours, jobs=jobs, **options)
@@ -138,6 +141,31 @@ def _ask_daemon() -> tuple[list[Running] | None, frozenset[str], list[Document]]
         if item.get("severity") != UNCHECKED  # what neither could look at is told in this command's own words
     ]
     return jobs, ours, documents
+
+
+def _configuration(host: Host) -> list[Document]:
+    """What is wrong with the files as they are now: the daemon goes on with those that it read before, and without it
+    nobody else would say.
+    """
+    try:
+        read_config(host)
+    except TorchtunedError as faults:
+        if not host.exists("/etc/torchtuned"):
+            return []  # not installed
+        if os.geteuid() != 0 and "permission denied" in str(faults):
+            return []  # not for everybody to read, which is no fault
+        finding = Finding(
+            code="configuration",
+            severity=Severity.ERROR,
+            action=Action.TELL,
+            title="the configuration has faults",
+            evidence=str(faults),
+            cost="a daemon that runs goes on with what it read before; one that starts changes nothing",
+            fix="mend the lines named, then: torchtuned config && systemctl reload torchtuned",
+            source="",
+        )
+        return [finding.document()]
+    return []
 
 
 def _self_placed(host: Host) -> list[Running]:
