@@ -11,7 +11,7 @@ from fakes import nvml
 from fakes.nvml import FakeGpus
 from fakes.tree import make_tree
 
-from torchtuned import newcomers
+from torchtuned import hostpolicy, newcomers
 from torchtuned.config import load
 from torchtuned.engine import Engine
 from torchtuned.gpus import Gpus
@@ -245,3 +245,42 @@ def test_a_driver_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: py
         assert scene.surveys == [False]
 
     scene.play(story)
+
+
+@pytest.fixture
+def full_run(laptop: Scene, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that nobody can write the ledger past, once it is made."""
+    monkeypatch.setattr(hostpolicy, "RETRY_S", 0.05)
+    return laptop.root.parent / "run/ledger.new"
+
+
+def test_what_sleep_has_lost_is_set_again_once_that_can_be_recorded(laptop: Scene, full_run: Path) -> None:
+    """And not taken for another's: somebody who writes a value of his own does not sleep."""
+
+    async def story() -> None:
+        full_run.mkdir()
+        (laptop.root / "proc/sys/vm/swappiness").write_text("60\n")
+        await laptop.newcomers.woke()
+        assert laptop.policy.state == "degraded"
+        full_run.rmdir()
+        async with asyncio.timeout(10):
+            while laptop.read("proc/sys/vm/swappiness") != "10":
+                await asyncio.sleep(0.01)
+
+    laptop.play(story)
+    assert laptop.policy.state == "ready"
+
+
+def test_nothing_is_tried_again_after_the_end(laptop: Scene, full_run: Path) -> None:
+    full_run.mkdir(parents=True)
+
+    async def story() -> None:
+        await laptop.policy.start()
+        applying = asyncio.ensure_future(laptop.policy.apply())
+        await asyncio.sleep(0)  # it has its turn before the end has
+        await laptop.policy.stop(give_back=False)
+        assert {row.passing for row in await applying} == {True}
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(story())

@@ -58,7 +58,7 @@ class HostPolicy:
         self._jobs_wanted = self._jobs_active = False
         self._following: asyncio.Task[None] | None = None
         self._retrying: asyncio.Task[None] | None = None
-        self._lost: set[str] = set()  # knobs that the kernel may have reset, and that could not be set again yet
+        self._waiting: dict[str, bool] = {}  # knobs whose fault may pass, and whether they are to be reasserted then
 
     @property
     def state(self) -> str:
@@ -132,6 +132,7 @@ class HostPolicy:
             if not knobs:
                 self._given_back = True
                 self._bad.clear()
+                self._waiting.clear()
             self._judge(rows, complete=False)
             self.touched(rows)
             return rows
@@ -197,43 +198,41 @@ class HostPolicy:
             self._given_back = False
             self._faults.pop("start", None)
             self.last_applied = time.time_ns() // 1000
-        self._judge(rows, complete=only is None)
-        self._lost -= {row.knob for row in rows}
-        self._lost |= {row.knob for row in rows if row.passing and reassert}
-        if any(row.passing for row in rows) and (self._retrying is None or self._retrying.done()):
+        self._judge(rows, complete=only is None, reassert=reassert)
+        if self._waiting and (self._retrying is None or self._retrying.done()):
             self._retrying = asyncio.ensure_future(self._retry())
         self.touched(rows)
         return rows
 
-    def _waiting(self, *, lost: bool) -> list[str]:
-        """The folders of knobs whose fault may pass: one may decide what becomes of those beside it."""
-        knobs = [knob for knob, row in self._bad.items() if row.passing and (knob in self._lost) is lost]
-        return sorted({knob.rpartition("/")[0] for knob in knobs})
-
     async def _retry(self) -> None:
         """Apply what failed until its fault has passed: nobody tells when a full /run has room, or when the kernel
-        answers again.
+        answers again. By folders, as one knob may decide what becomes of those beside it.
         """
         wait = RETRY_S
         try:
             while True:
                 await asyncio.sleep(wait)
                 async with self._lock:
-                    for lost in (True, False):
-                        folders = self._waiting(lost=lost)
-                        if folders and not self._given_back:
-                            await self._apply(only=folders, reassert=lost)
-                    if self._given_back or not any(row.passing for row in self._bad.values()):
+                    waiting, self._waiting = self._waiting, {}  # some may have gone with their devices
+                    for reassert in (True, False):
+                        folders = {knob.rpartition("/")[0] for knob, lost in waiting.items() if lost is reassert}
+                        if folders:
+                            await self._apply(only=sorted(folders), reassert=reassert)
+                    if not self._waiting:
                         return
                 wait = min(2 * wait, MAX_RETRY_S)
         except Exception:
             log.exception("what failed could not be tried again")
 
-    def _judge(self, rows: Sequence[Row], *, complete: bool) -> None:
+    def _judge(self, rows: Sequence[Row], *, complete: bool, reassert: bool = False) -> None:
         if complete:
             self._bad.clear()
+            self._waiting.clear()
         for row in rows:
             self._bad.pop(row.knob, None)
+            self._waiting.pop(row.knob, None)
+            if row.passing:
+                self._waiting[row.knob] = reassert
             if row.outcome in DEGRADING:
                 self._bad[row.knob] = row
         bad = list(self._bad.values())

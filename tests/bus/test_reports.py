@@ -376,23 +376,29 @@ def test_a_job_that_ended_while_no_daemon_ran(
         assert end["sentence"] == "The machine went down or was restarted while it ran."
 
 
+def left_unfinished(daemon: Daemon, *jobs: Puppet) -> list[Path]:
+    """The reports of jobs that run while their daemon is killed, in the order of the jobs."""
+    for job in jobs:
+        job.start()
+    folder = daemon.state_dir / "reports"
+    while len(files := sorted(folder.glob("*.json"))) < len(jobs):
+        time.sleep(0.05)
+    daemon.stop(signal.SIGKILL)
+    return files
+
+
 def test_a_report_that_was_torn_or_edited_stops_nobody(
     bus: PrivateBus, ready: Daemon, daemon: Start, tree: Path
 ) -> None:
     """Neither the daemon's start, nor the end of another job's account, nor the list of all."""
     with bus.user(USER) as goes, bus.user(USER) as stays:
-        goes.start()
-        stays.start()
-        folder = ready.state_dir / "reports"
-        while len(files := sorted(folder.glob("*.json"))) < 2:
-            time.sleep(0.05)
-        ready.stop(signal.SIGKILL)
+        files = left_unfinished(ready, goes, stays)
         goes.kill()
         broken: dict[str, object] = {"pid": [], "started": "x", "measured": [], "gpus": {"0": 5}, "findings": [1]}
         broken |= {"granted": 0, "end": [1]}
         for number, (name, value) in enumerate((*broken.items(), *broken.items())):
             whole = json.loads(files[number % 2].read_text())
-            (folder / f"{number:016d}-{number}-0.json").write_text(json.dumps(whole | {name: value}))
+            (files[0].parent / f"{number:016d}-{number}-0.json").write_text(json.dumps(whole | {name: value}))
         again = daemon("--sysroot", tree)
         assert final(bus, "1")["end"]["cause"] == "unknown"
         assert "cannot be gone on with: TypeError" in again.log.read_text()
@@ -410,22 +416,16 @@ def test_a_torn_report_of_a_job_that_runs_is_replaced_by_a_new_one(
 ) -> None:
     """Another name beside it would be found second. What passes and breaks later keeps nobody from the values."""
     with bus.user(USER) as one, bus.user(USER) as other:
-        one.start()
-        other.start()
-        folder = ready.state_dir / "reports"
-        while len(files := sorted(folder.glob("*.json"))) < 2:
-            time.sleep(0.05)
-        ready.stop(signal.SIGKILL)
-        by_job = {file.name.split("-")[1]: file for file in files}
-        by_job["1"].write_text(by_job["1"].read_text()[:200])
-        whole = json.loads(by_job["2"].read_text())
-        by_job["2"].write_text(json.dumps(whole | {"oom_kills_around": {"/a\0b": 0}, "gpus": {"0": {"power_max": 5}}}))
+        first, second = left_unfinished(ready, one, other)
+        first.write_text(first.read_text()[:200])
+        whole = json.loads(second.read_text())
+        second.write_text(json.dumps(whole | {"oom_kills_around": {"/a\0b": 0}, "gpus": {"0": {"power_max": 5}}}))
         again = daemon("--sysroot", tree)
         again.wait_for("STATUS=ready")
         other.kill()
         one.kill()
         assert final(bus, "1")["end"]
-        assert sorted(folder.glob("*-1-*.json")) == [by_job["1"]]
+        assert sorted(first.parent.glob("*-1-*.json")) == [first]
         assert torchtuned(bus, "report").returncode == 0
         again.stop()
         assert (tree / "sys/devices/system/cpu/cpufreq/policy0/scaling_governor").read_text().strip() == "powersave"

@@ -216,8 +216,10 @@ class Reports:
         process = job.process
         left = self._open.pop((process.pid, process.start), None)
         torn = self._torn.pop((int(job.id), process.uid), None)
-        name = left.name if left else Name(started, int(job.id), process.uid)
-        if torn and torn.started >= job.since:  # this job's, not one of an earlier boot: the new account replaces it
+        name = Name(started, int(job.id), process.uid)
+        if left:
+            name = left.name
+        elif torn and torn.started >= job.since:  # this job's, not of an earlier boot: the new account replaces it
             name = torn
         record = Record(job=job, name=name)
         if left:
@@ -308,11 +310,10 @@ class Reports:
                     document = await asyncio.to_thread(record.explained, self._host, entries, self._boot)
                 except UNFIT as e:  # of what an earlier daemon left; the others' ends are told all the same
                     log.warning("how job %s ended cannot be told: %.200s", record.job.id, repr(e))
-                    self._ending.remove(record)
-                    continue
-                await asyncio.to_thread(self._store.write, record.name, document)
+                else:
+                    await asyncio.to_thread(self._store.write, record.name, document)
+                    log.info("job %s: %s", record.job.id, document["end"]["sentence"])
                 self._ending.remove(record)
-                log.info("job %s: %s", record.job.id, document["end"]["sentence"])
             running = {record.name for record in (*self._running.values(), *self._ending)}
             await asyncio.to_thread(self._store.prune, running)
 
@@ -324,9 +325,9 @@ class Reports:
                 try:
                     whole = left.missed(entries, boot=self._boot)
                 except UNFIT as e:
-                    log.warning("the report %s cannot be ended: %r", left.name.report, e)
-                    continue
-                await asyncio.to_thread(self._store.write, left.name, whole)
+                    log.warning("the report %s cannot be ended: %.200s", left.name.file, repr(e))
+                else:
+                    await asyncio.to_thread(self._store.write, left.name, whole)
             await asyncio.to_thread(self._store.prune, {record.name for record in self._running.values()})
 
     def _journal(self, since: int) -> list[journal.Entry] | None:
